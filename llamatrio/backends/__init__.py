@@ -1,0 +1,1 @@
+"""Numbers: the devices that run a batch and move cells."""

@@ -1,0 +1,1 @@
+"""The CPU backend: one compiled step, a thread team, repacked weights."""

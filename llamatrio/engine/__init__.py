@@ -1,0 +1,1 @@
+"""The engine: the only Trio below the server."""

@@ -1,0 +1,1 @@
+"""Bookkeeping of KV cells and of the prompt cache. Pure: no device, no Trio, time passed in."""

@@ -1,0 +1,1 @@
+"""What the model file says. No device, no Trio."""

@@ -1,0 +1,1 @@
+"""HTTP: a Quart-Trio app under Hypercorn."""
