@@ -1,0 +1,86 @@
+"""Configuration values, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llamatrio.model.spec import KVType
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs. Names and meanings follow llama-server's flags."""
+
+    n_ctx: int = 0
+    """Cells in the KV pool; 0 takes the model's training context."""
+    n_parallel: int = 4
+    """Sequences that run at once (llama-server's slots)."""
+    kv_unified: bool = True
+    """All sequences share the pool; otherwise each may hold n_ctx // n_parallel tokens."""
+    type_k: KVType = "f16"
+    type_v: KVType = "f16"
+    n_batch: int = 2048
+    """Most rows in one step."""
+    n_ubatch: int = 512
+    """Most prompt rows in one step."""
+    n_threads: int = 0
+    """CPU threads for the step; 0 takes the cores this process may use."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    n_gpu_layers: int = 99
+    cache_ram_mib: int = 8192
+    """Byte budget of the prompt cache in host memory; 0 turns it off, -1 means no limit."""
+    cache_idle_slots: bool = True
+    """Save a sequence to the prompt cache as soon as it turns idle."""
+    cache_scope: Literal["key", "all"] = "key"
+    """Whether clients with different API keys may share cached prefixes."""
+    target_itl_ms: float = 50.0
+    """Prompt pieces are sized so that a step which also decodes takes about this long."""
+    max_queued: int = 1024
+    """Requests that may wait; more are refused with 503."""
+    stream_stall_timeout: float = 60.0
+    """A stream whose reader takes nothing for this many seconds is cancelled."""
+    staging_mib: int = 32
+    """Size of one staging buffer."""
+    n_staging: int = 2
+    seed: int | None = None
+    """Default seed of requests that name none; None draws a fresh one for each."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("n_ctx", 0), ("n_parallel", 1), ("n_batch", 1), ("n_ubatch", 1), ("n_threads", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"expected {name} >= {low}, not {getattr(self, name)}")
+        for name in ("type_k", "type_v"):
+            if getattr(self, name) not in ("f16", "q8_0"):
+                raise ValueError(f"expected {name} to be f16 or q8_0, not {getattr(self, name)!r}")
+        if self.cache_ram_mib < -1:
+            raise ValueError(f"expected cache_ram_mib >= -1, not {self.cache_ram_mib}")
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """The prompt cache's budget in bytes; None means no limit."""
+        return None if self.cache_ram_mib < 0 else self.cache_ram_mib * MIB
+
+
+def cpu_level() -> str | None:
+    """LLAMATRIO_CPU_LEVEL: force the CPU kernels to plain, avx2, avx512 or amx; None lets the backend choose."""
+    return os.environ.get("LLAMATRIO_CPU_LEVEL") or None
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels and fetched models live: LLAMATRIO_CACHE, else the user's cache folder."""
+    named = os.environ.get("LLAMATRIO_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamatrio"
+
+
+def n_usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
