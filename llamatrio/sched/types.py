@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
+from llamatrio.kv.cells import Int32Array as Int32Array
+
 FloatArray = NDArray[np.float32]
 
 FinishReason = Literal["stop", "word", "length", "cancelled", "error"]
