@@ -25,7 +25,11 @@ class RopeSpec:
     yarn_factor: float = 0.0
     """YaRN scaling factor; 0 when the model does not use YaRN."""
     n_ctx_orig: int = 0
+    """Context length before YaRN's scaling."""
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
     attn_factor: float = 1.0
+    """Factor on sine and cosine, YaRN's own magnitude included."""
 
 
 @dataclass(frozen=True, slots=True)
