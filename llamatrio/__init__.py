@@ -1,0 +1,1 @@
+"""llamatrio: an LLM server for GGUF models on Trio."""

@@ -1,0 +1,520 @@
+"""PromptCache: a prefix tree over tokens, whose nodes own KV. Owned by the scheduler; pure and synchronous.
+
+Theory of operation
+-------------------
+A node stands for a run of tokens that continues its parent's. Its KV is *resident* (cells of the pool), *saved*
+(records in host memory), or both. A path from a root spells a prefix; there is one root per scope, so that clients
+of different scopes never see each other's entries.
+
+Rule 1. A node without KV has no place in the tree: it is removed, which only happens to a node without children.
+Rule 2. A sequence locks the path it runs on (`n_users`), from the node it stands on up to the root. Cells of a
+        locked node are never dropped.
+Rule 3. Saving is begin -> commit | abort. Between them the node is `busy`: neither its cells nor its records are
+        dropped, and its records cannot be matched, because there are none before commit. The room for the records is
+        reserved at begin, so the budget holds at every moment. Restoring is the same the other way round.
+Rule 4. A node is cut in two where a sequence leaves its run of tokens. The lower part keeps the identity (locks,
+        children and tickets stay valid); the upper part is new. A ticket lists its nodes, and the cut adds one.
+Rule 5. Least recently used goes first. Touching a node touches its ancestors, so leaves are never younger than what
+        they stand on.
+
+State of a node       cells   records   what may happen
+    resident, dirty     x        -      begin_save; dropped only when the cache is off or has refused it
+    resident, clean     x        x      cells dropped at once when room is needed
+    saved               -        x      begin_restore; records dropped when the budget is needed
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from llamatrio.kv.cells import Int32Array, KVCells
+from llamatrio.kv.packed import PackedKV, UInt8Array
+
+N_GHOSTS = 4096
+"""How many evicted prefixes are remembered, so that a miss can be told from an eviction."""
+GHOST_TOKENS = 16
+
+
+class Node:
+    """A run of tokens in the tree, and its KV."""
+
+    __slots__ = ("busy", "cells", "children", "last_used", "n_users", "parent", "records", "refused", "tokens")
+
+    def __init__(self, tokens: Int32Array, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.cells: Int32Array | None = None
+        self.records: PackedKV | None = None
+        self.n_users = 0
+        self.busy: SaveTicket | RestoreTicket | None = None
+        self.refused = False
+        """The budget cannot take it: do not try to save it again."""
+        self.last_used = 0.0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_resident(self) -> bool:
+        """Its KV is in cells of the pool."""
+        return self.cells is not None
+
+    @property
+    def is_dirty(self) -> bool:
+        """Its KV is in cells only."""
+        return self.cells is not None and self.records is None
+
+
+class Match(NamedTuple):
+    """The longest known prefix of a prompt."""
+
+    node: Node
+    """Where the prefix ends; the scope's root when nothing matched."""
+    n_tokens: int
+    n_resident: int
+    """Tokens of the path before the first node that is not resident."""
+    to_restore: tuple[Node, ...]
+    """Nodes of the path that are not resident, from the root on."""
+
+
+@dataclass(slots=True, eq=False)
+class SaveTicket:
+    """The right to publish the records of some nodes. Ends by commit_save or abort_save, exactly once."""
+
+    nodes: list[Node]
+    cells: Int32Array
+    """[n] pinned until unpin_save; their records are what commit_save wants, in this order."""
+    n_prefix: int
+    """Tokens of the whole prefix that becomes restorable."""
+    reserved_bytes: int
+    is_pinned: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class RestoreTicket:
+    """The right to make some nodes resident again. Ends by commit_restore or abort_restore, exactly once."""
+
+    nodes: list[Node]
+    cells: Int32Array
+    """[n] taken from the pool for the nodes' records, in this order."""
+    records: tuple[PackedKV, ...]
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What has happened since the start; counters never fall."""
+
+    hits: int = 0
+    hit_tokens_resident: int = 0
+    hit_tokens_restored: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    """By reason: no_entry, evicted, other_scope, disabled, failed_restore."""
+    saves: int = 0
+    save_bytes: int = 0
+    saves_aborted: int = 0
+    saves_refused: int = 0
+    restores: int = 0
+    restore_bytes: int = 0
+    evicted_bytes: int = 0
+
+
+class PromptCache:
+    """Prefixes and their KV, over one pool of cells and one byte budget of host memory."""
+
+    def __init__(self, cells: KVCells, record_bytes: int, budget_bytes: int | None) -> None:
+        if record_bytes < 1 or (budget_bytes is not None and budget_bytes < 0):
+            raise ValueError(f"expected positive sizes, not {record_bytes=} {budget_bytes=}")
+        self.record_bytes = record_bytes
+        self.budget_bytes = budget_bytes
+        """None: no limit. 0: nothing is saved."""
+        self.used_bytes = 0
+        """Records held, and room reserved for saves under way."""
+        self.n_saving = 0
+        self.counters = CacheCounters()
+        self._cells = cells
+        self._roots: dict[str, Node] = {}
+        self._ghosts: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+
+    # ---------------------------------------------------------------- matching
+
+    def match_prefix(self, scope: str, tokens: Int32Array, now: float) -> Match:
+        """The longest known prefix of `tokens`. Cuts the last node where the match ends; nothing else changes."""
+        node = self.root(scope)
+        n = n_resident = 0
+        to_restore: list[Node] = []
+        while n < len(tokens) and (child := node.children.get(int(tokens[n]))) is not None:
+            same = _common_prefix(child.tokens, tokens[n:])
+            node = child if same == len(child) else self._cut(child, same)
+            node.last_used = now
+            n += len(node)
+            if not node.is_resident:
+                to_restore.append(node)
+            elif not to_restore:
+                n_resident = n
+        return Match(node, n, n_resident, tuple(to_restore))
+
+    def count_lookup(self, scope: str, tokens: Int32Array, n_known: int, n_restored: int) -> None:
+        """Counts a lookup, once per request: a hit with its tokens by origin, or a miss with its reason."""
+        if n_known:
+            self.counters.hits += 1
+            self.counters.hit_tokens_resident += n_known - n_restored
+            self.counters.hit_tokens_restored += n_restored
+        else:
+            self.counters.misses[self._miss_reason(scope, tokens)] += 1
+
+    def lock(self, node: Node) -> None:
+        """A sequence stands on this node (rule 2)."""
+        for step in _path(node):
+            step.n_users += 1
+
+    def unlock(self, node: Node) -> None:
+        """Ends a lock."""
+        for step in _path(node):
+            assert step.n_users > 0, "a node was unlocked more often than locked"
+            step.n_users -= 1
+
+    # ---------------------------------------------------------------- growing
+
+    def extend(self, lane: int, node: Node, p0: int, tokens: Int32Array, now: float) -> Node:
+        """Adds the tokens that lane's sequence computed beyond `node`, on which it stands with a lock.
+
+        `tokens` are those at positions p0, p0 + 1, ...; node ends at p0. Where the tree knows them already, the
+        sequence goes over to the tree's cells and its own become free; where it knows them without cells, it takes
+        the sequence's. The lock moves to the node returned, which ends as far as the tree could follow.
+        """
+        start = node
+        for step in _path(node):
+            step.last_used = now
+        while len(tokens):
+            child = node.children.get(int(tokens[0]))
+            if child is None:
+                node = self._add_leaf(node, tokens, self._cells.seq_cells(lane, p0, p0 + len(tokens)))
+                node.last_used = now
+                break
+            if isinstance(child.busy, RestoreTicket):
+                break  # its cells are being written; the sequence keeps its own
+            same = _common_prefix(child.tokens, tokens)
+            node = child if same == len(child) else self._cut(child, same)
+            node.last_used = now
+            self._join(lane, node, p0)
+            p0 += same
+            tokens = tokens[same:]
+        self.lock(node)
+        self.unlock(start)
+        return node
+
+    def _join(self, lane: int, node: Node, p0: int) -> None:
+        if node.cells is not None:
+            self._cells.seq_swap(lane, p0, node.cells)
+        else:
+            node.cells = self._cells.seq_cells(lane, p0, p0 + len(node))
+            self._cells.hold(node.cells)
+
+    # ---------------------------------------------------------------- saving
+
+    def begin_save(self, node: Node) -> SaveTicket | None:
+        """Reserves room for every dirty node on the path to `node` and pins their cells.
+
+        None when there is nothing to save, or when the budget cannot take it now.
+        """
+        nodes = [step for step in reversed(list(_path(node))) if step.is_dirty and not (step.busy or step.refused)]
+        n = sum(len(step) for step in nodes)
+        if n == 0 or self.budget_bytes == 0:
+            return None
+        if not self._make_room(n * self.record_bytes):
+            if not self.n_saving:  # otherwise a save that ends may make the room
+                self.counters.saves_refused += 1
+                for step in nodes:
+                    step.refused = True
+            return None
+        cells = np.concatenate([step.cells for step in nodes if step.cells is not None])
+        self._cells.pin(cells)
+        ticket = SaveTicket(nodes, cells, _depth(node), n * self.record_bytes)
+        self.used_bytes += ticket.reserved_bytes
+        self.n_saving += 1
+        for step in nodes:
+            step.busy = ticket
+        return ticket
+
+    def begin_save_oldest(self) -> SaveTicket | None:
+        """Begins to save the idle dirty node that was used longest ago, so that its cells can be dropped."""
+        idle = [x for x in self.nodes() if x.is_dirty and not (x.n_users or x.busy or x.refused)]
+        for node in sorted(idle, key=lambda x: x.last_used):
+            if (ticket := self.begin_save(node)) is not None:
+                return ticket
+        return None
+
+    def unpin_save(self, ticket: SaveTicket) -> None:
+        """The cells' bytes have been read. Idempotent."""
+        if ticket.is_pinned:
+            ticket.is_pinned = False
+            self._cells.unpin(ticket.cells)
+
+    def commit_save(self, ticket: SaveTicket, pages: Sequence[UInt8Array]) -> None:
+        """Publishes the records ([n, record_bytes] each, together those of ticket.cells): from now on they match."""
+        records = PackedKV.from_pages(pages)
+        assert len(records) == len(ticket.cells)
+        self._end_save(ticket)
+        for node in ticket.nodes:
+            node.records, records = records.split(len(node))
+            self.used_bytes += node.records.acquire()
+        self.counters.saves += 1
+        self.counters.save_bytes += ticket.reserved_bytes
+
+    def abort_save(self, ticket: SaveTicket) -> None:
+        """Gives the reserved room back; the nodes are dirty as before."""
+        self._end_save(ticket)
+        self.counters.saves_aborted += 1
+
+    def _end_save(self, ticket: SaveTicket) -> None:
+        self.unpin_save(ticket)
+        self.used_bytes -= ticket.reserved_bytes
+        self.n_saving -= 1
+        for node in ticket.nodes:
+            assert node.busy is ticket
+            node.busy = None
+
+    # ---------------------------------------------------------------- restoring
+
+    def begin_restore(self, nodes: Sequence[Node]) -> RestoreTicket:
+        """Takes free cells for the records of these nodes, which are saved, not resident and not busy.
+
+        Raises:
+            ValueError: too few cells are free; nothing has changed.
+        """
+        records = tuple(node.records for node in nodes if node.records is not None and not node.busy)
+        assert len(records) == len(nodes)
+        ticket = RestoreTicket(list(nodes), self._cells.alloc(sum(len(node) for node in nodes)), records)
+        for node in nodes:
+            node.busy = ticket
+        return ticket
+
+    def commit_restore(self, ticket: RestoreTicket) -> None:
+        """The records are in the cells: the nodes are resident, and own the cells."""
+        cells = ticket.cells
+        for node in ticket.nodes:
+            node.busy = None
+            node.cells, cells = cells[: len(node)].copy(), cells[len(node) :]
+        self.counters.restores += 1
+        self.counters.restore_bytes += len(ticket.cells) * self.record_bytes
+
+    def abort_restore(self, ticket: RestoreTicket, *, forget: bool) -> None:
+        """Gives the cells back. `forget` drops the records too, where that is possible: they could not be read."""
+        self._cells.drop(ticket.cells)
+        for node in reversed(ticket.nodes):
+            node.busy = None
+            if forget and self._can_drop_records(node):
+                self._drop_records(node)
+        if forget:
+            self.counters.misses["failed_restore"] += 1
+
+    # ---------------------------------------------------------------- giving up
+
+    def drop_cells(self, n: int) -> int:
+        """Frees at least n cells of idle nodes that lose nothing by it, oldest first; returns how many were freed."""
+        return self._drop_cells(n, lambda node: node.records is not None)
+
+    def drop_dirty_cells(self, n: int) -> int:
+        """Frees cells of idle leaves that are not saved and are not going to be; returns how many were freed."""
+        return self._drop_cells(n, lambda node: node.is_dirty and not node.children and self._will_not_be_saved(node))
+
+    def _drop_cells(self, n: int, may_go: Callable[[Node], bool]) -> int:
+        """Dropping a leaf can bare the next one, so passes go on while they free something."""
+        before = self._cells.n_free
+        while self._cells.n_free - before < n:
+            idle = [x for x in self.nodes() if x.cells is not None and not x.n_users and not x.busy and may_go(x)]
+            if not idle:
+                break
+            for node in sorted(idle, key=lambda x: (x.last_used, -_depth(x))):
+                if self._cells.n_free - before >= n:
+                    break
+                assert node.cells is not None
+                self._cells.drop(node.cells)
+                node.cells = None
+                self._remove_if_empty(node)
+        return self._cells.n_free - before
+
+    def _will_not_be_saved(self, node: Node) -> bool:
+        return node.refused or self.budget_bytes == 0
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Drops records, oldest first, until n_bytes more fit into the budget."""
+        if self.budget_bytes is None:
+            return True
+        if n_bytes > self.budget_bytes:
+            return False
+        while self.used_bytes + n_bytes > self.budget_bytes:
+            victims = [node for node in self.nodes() if node.records is not None and self._can_drop_records(node)]
+            if not victims:
+                return False
+            for node in sorted(victims, key=lambda x: (x.last_used, -_depth(x))):
+                self._drop_records(node)
+                if self.used_bytes + n_bytes <= self.budget_bytes:
+                    break
+        return True
+
+    def _can_drop_records(self, node: Node) -> bool:
+        """Nothing that hangs on the node may be left without its prefix (rule 1)."""
+        return not node.busy and (node.is_resident or not (node.children or node.n_users))
+
+    def _drop_records(self, node: Node) -> None:
+        assert node.records is not None
+        freed = node.records.release()
+        node.records = None
+        self.used_bytes -= freed
+        self.counters.evicted_bytes += freed
+        self._remove_if_empty(node)
+
+    def _remove_if_empty(self, node: Node) -> None:
+        if node.cells is None and node.records is None and not node.children and node.parent is not None:
+            assert not node.n_users
+            self._remember(node)
+            del node.parent.children[int(node.tokens[0])]
+
+    # ---------------------------------------------------------------- looking
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents before children."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    @property
+    def n_entries(self) -> int:
+        """Prefixes that can be restored: nodes with records."""
+        return sum(node.records is not None for node in self.nodes())
+
+    @property
+    def n_idle_cells(self) -> int:
+        """Cells of nodes that no sequence stands on."""
+        return sum(len(node) for node in self.nodes() if node.is_resident and not node.n_users)
+
+    def path(self, node: Node, n_tokens: int) -> list[Node]:
+        """The nodes from the root to `node` that spell its first n_tokens tokens, which end with one of them."""
+        nodes: list[Node] = []
+        for step in reversed(list(_path(node))):
+            if n_tokens <= 0:
+                break
+            nodes.append(step)
+            n_tokens -= len(step)
+        assert n_tokens == 0
+        return nodes
+
+    def depth(self, node: Node) -> int:
+        """Tokens from the root to the end of `node`."""
+        return _depth(node)
+
+    def check_invariants(self) -> None:
+        """Asserts the rules, and that the books of bytes agree with what is held."""
+        pages = {id(s.page): s.page for node in self.nodes() if node.records for s in node.records.slices}
+        saves = {id(n.busy): n.busy for n in self.nodes() if isinstance(n.busy, SaveTicket)}
+        reserved = sum(ticket.reserved_bytes for ticket in saves.values())
+        assert self.used_bytes == sum(page.nbytes for page in pages.values()) + reserved
+        assert self.budget_bytes is None or self.used_bytes <= self.budget_bytes
+        assert self.n_saving == len(saves)
+        for node in self.nodes():
+            assert node.parent is not None
+            assert len(node) > 0
+            assert node.parent.children[int(node.tokens[0])] is node
+            assert node.cells is not None or node.records is not None
+            assert node.n_users >= sum(child.n_users for child in node.children.values())
+            assert node.parent.parent is None or node.last_used <= node.parent.last_used
+            assert node.cells is None or len(node.cells) == len(node)
+            assert node.records is None or len(node.records) == len(node)
+
+    def held_cells(self) -> list[Int32Array]:
+        """The cell arrays that nodes, restores and pins hold: for KVCells.check_invariants."""
+        held = [node.cells for node in self.nodes() if node.cells is not None]
+        tickets = {id(node.busy): node.busy for node in self.nodes() if node.busy}
+        held += [t.cells for t in tickets.values() if isinstance(t, RestoreTicket) or t.is_pinned]
+        return held
+
+    # ---------------------------------------------------------------- the tree
+
+    def root(self, scope: str) -> Node:
+        """The empty prefix of a scope."""
+        if (root := self._roots.get(scope)) is None:
+            root = self._roots[scope] = Node(np.empty(0, np.int32), None)
+        return root
+
+    def _add_leaf(self, parent: Node, tokens: Int32Array, cells: Int32Array) -> Node:
+        node = Node(tokens.copy(), parent)
+        node.cells = cells
+        self._cells.hold(cells)
+        parent.children[int(tokens[0])] = node
+        return node
+
+    def _cut(self, node: Node, n: int) -> Node:
+        """Cuts a node after its first n tokens and returns the new upper part (rule 4)."""
+        assert node.parent is not None
+        assert 0 < n < len(node)
+        upper = Node(node.tokens[:n].copy(), node.parent)
+        upper.n_users, upper.last_used, upper.refused = node.n_users, node.last_used, node.refused
+        upper.children = {int(node.tokens[n]): node}
+        node.parent.children[int(node.tokens[0])] = upper
+        node.parent = upper
+        node.tokens = node.tokens[n:].copy()
+        if node.cells is not None:
+            upper.cells, node.cells = node.cells[:n].copy(), node.cells[n:].copy()
+        if node.records is not None:
+            whole = node.records
+            upper.records, node.records = whole.split(n)
+            upper.records.acquire()
+            node.records.acquire()
+            whole.release()
+        if node.busy is not None:
+            upper.busy = node.busy
+            at = node.busy.nodes.index(node)
+            node.busy.nodes.insert(at, upper)
+        return upper
+
+    # ---------------------------------------------------------------- why a lookup missed
+
+    def _miss_reason(self, scope: str, tokens: Int32Array) -> str:
+        if self.budget_bytes == 0:
+            return "disabled"
+        key = _ghost_key(scope, tokens)
+        if key in self._ghosts:
+            return "evicted"
+        first = int(tokens[0]) if len(tokens) else -1
+        if any(first in root.children for other, root in self._roots.items() if other != scope):
+            return "other_scope"
+        return "no_entry"
+
+    def _remember(self, node: Node) -> None:
+        steps = list(_path(node))
+        root = steps[-1].parent if steps else None
+        scope = next((name for name, r in self._roots.items() if r is root), "")
+        tokens = np.concatenate([step.tokens for step in reversed(steps)])
+        self._ghosts[_ghost_key(scope, tokens)] = None
+        if len(self._ghosts) > N_GHOSTS:
+            self._ghosts.popitem(last=False)
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """The node and its ancestors, the root left out."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _depth(node: Node) -> int:
+    return sum(len(step) for step in _path(node))
+
+
+def _common_prefix(a: Int32Array, b: Int32Array) -> int:
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+def _ghost_key(scope: str, tokens: Int32Array) -> tuple[str, bytes]:
+    return scope, tokens[:GHOST_TOKENS].tobytes()

@@ -1,0 +1,454 @@
+"""The scheduler: which tokens are evaluated in the next step. Owned by the decode task; pure and synchronous.
+
+Life of a step: `schedule(now)` -> Batch -> (the device works) -> `update(output, now)` -> tokens. In between nothing
+that the batch refers to may change, so a sequence that is aborted meanwhile keeps its lane and cells until `update`.
+
+Rule 1. Every running sequence decodes one token in every step. Prompts get the rows that are left: enough to keep
+        the step near the target inter-token time, in order of arrival (first come, first started).
+Rule 2. A prompt is cut only at multiples of PIECE positions, or at its end. Backends choose the numeric path of a
+        prompt row within such pieces, so a prompt's numbers do not depend on the load.
+Rule 3. When cells run out: (a) cells of saved idle prefixes are dropped; (b) idle prefixes that are not saved are
+        saved, and waited for; (c) where they cannot be saved they are dropped; (d) the youngest running sequence is
+        preempted: its cells become an idle prefix and it waits at the head of the queue; (e) a sequence that is alone
+        and still does not fit ends with reason `length`.
+Rule 4. A sequence that turns idle becomes a prefix in the prompt cache at once, and a save of what is new begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from llamatrio.kv.cells import Int32Array, KVCells
+from llamatrio.kv.prompt_cache import Node, PromptCache, RestoreTicket, SaveTicket
+from llamatrio.sched import sampler
+from llamatrio.sched.pace import Pace
+from llamatrio.sched.sampler import Choice, Row
+from llamatrio.sched.sequence import Sequence, Status
+from llamatrio.sched.types import Batch, FinishReason, Request, Run, StepOutput
+
+PIECE = 64
+"""Prompts are cut at multiples of this many positions."""
+MIN_DROP = 256
+"""Cells are dropped in batches of at least this many, so that a full pool does not cost a search in every step."""
+
+
+Room = Literal["ok", "wait", "full"]
+"""Whether cells are free; `wait`: saves under way will free some."""
+
+
+class NewToken(NamedTuple):
+    """A token that a step made."""
+
+    seq: Sequence
+    choice: Choice
+
+
+@dataclass(slots=True)
+class Limits:
+    """What the scheduler must keep to."""
+
+    n_parallel: int
+    n_ctx_seq: int
+    """Tokens that one sequence may hold."""
+    n_batch: int
+    """Most rows in a step."""
+    n_ubatch: int
+    """Most prompt rows in a step."""
+    eog_ids: Collection[int] = ()
+    """End-of-generation tokens."""
+    save_when_idle: bool = True
+
+
+@dataclass(slots=True)
+class Planned:
+    """A batch in the making."""
+
+    runs: list[Run] = field(default_factory=list)
+    seqs: list[Sequence] = field(default_factory=list)
+    cells: list[Int32Array] = field(default_factory=list)
+    n_rows: int = 0
+
+
+class Scheduler:
+    """Waiting and running sequences over one pool of cells."""
+
+    def __init__(self, cells: KVCells, cache: PromptCache, limits: Limits, pace: Pace) -> None:
+        self.cells = cells
+        self.cache = cache
+        self.limits = limits
+        self.pace = pace
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In order of arrival; holders of a lane."""
+        self.n_preempted = 0
+        self.n_steps = 0
+        self._free_lanes = list(range(limits.n_parallel))
+        self._in_flight: list[tuple[Sequence, Run]] = []
+        self._out: list[Sequence] = []
+        self._full: dict[int, int] = {}
+        """Of the batch in flight: index into _out -> index of its whole row in the output."""
+        self._jobs: list[SaveTicket | RestoreTicket] = []
+        self._restoring: dict[int, list[Sequence]] = {}
+        """Sequences that wait for a restore, by the identity of its ticket."""
+        self._next_id = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def add(self, request: Request, seed: int, now: float) -> Sequence:
+        """Queues a request. Its prompt has at least one token and leaves room for one more (checked by the engine)."""
+        assert 0 < len(request.tokens) < self.limits.n_ctx_seq
+        seq = Sequence(self._next_id, request, seed, now)
+        self._next_id += 1
+        self.waiting.append(seq)
+        return seq
+
+    def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """Ends a sequence; what it computed becomes an idle prefix. Idempotent."""
+        if seq.status is Status.FINISHED:
+            return
+        was = seq.status
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+        if was is Status.WAITING:
+            self.waiting.remove(seq)
+        elif not self._is_in_flight(seq) and was is not Status.RESTORING:
+            self._retire(seq, now)
+        # In flight: `update` retires it. Restoring: `finish_restore` does.
+
+    def has_work(self) -> bool:
+        """Whether a step could be due: something runs that is not paused, or something waits."""
+        return bool(self.waiting) or any(self._is_runnable(seq) for seq in self.running)
+
+    def take_jobs(self) -> list[SaveTicket | RestoreTicket]:
+        """Saves and restores that have begun and are to be carried out."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    # ---------------------------------------------------------------- a step
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next step's batch, or None when nothing can run now."""
+        assert not self._in_flight
+        self._admit(now)
+        planned = Planned()
+        for seq in list(self.running):  # may shrink on the way, by preemption
+            if self._is_runnable(seq) and seq.is_decoding:
+                self._plan_decode(planned, seq, now)
+        self._plan_prompts(planned, now)
+        if not planned.runs:
+            return None
+        return self._batch(planned)
+
+    def update(self, output: StepOutput, now: float) -> list[NewToken]:
+        """Takes a step's result: advances the sequences, chooses their tokens, and ends those that are done."""
+        flight, self._in_flight = self._in_flight, []
+        self.n_steps += 1
+        self.pace.observe(
+            n_decode=sum(run.is_decode for _, run in flight),
+            n_prompt=sum(run.n_rows for _, run in flight if not run.is_decode),
+            seconds=output.seconds,
+        )
+        for seq, run in flight:
+            seq.n_past += run.n_rows
+            if seq.request.max_tokens == 0 and seq.n_pending == 0 and not _is_done(seq):
+                seq.status, seq.finish_reason = Status.FINISHED, "length"
+        new = [self._take_token(seq, output, i, now) for i, seq in enumerate(self._out) if not _is_done(seq)]
+        self._out = []
+        for seq, run in flight:
+            if _is_done(seq):
+                self._retire(seq, now)
+            elif not run.is_decode and seq.n_past == seq.n_prompt:
+                self._share(seq, seq.n_prompt, now)
+        return new
+
+    def fail_step(self, now: float) -> list[Sequence]:
+        """The step in flight failed: its sequences end, and the cells it wrote are given up. Returns them."""
+        flight, self._in_flight, self._out = self._in_flight, [], []
+        for seq, _ in flight:
+            assert seq.lane is not None
+            self.cells.seq_rm(seq.lane, seq.n_past)
+            if not _is_done(seq):
+                seq.status, seq.finish_reason = Status.FINISHED, "error"
+            self._retire(seq, now)
+        return [seq for seq, _ in flight]
+
+    # ---------------------------------------------------------------- saves and restores that ended
+
+    def finish_restore(self, ticket: RestoreTicket, now: float, *, ok: bool) -> None:
+        """A restore has ended; the sequences that waited for it go on, or fall back to what is resident."""
+        seqs = self._restoring.pop(id(ticket), [])
+        if ok:
+            self.cache.commit_restore(ticket)
+        else:
+            for seq in seqs:
+                self._unlock(seq)
+            self.cache.abort_restore(ticket, forget=True)
+        for seq in seqs:
+            if _is_done(seq):
+                self._retire(seq, now)
+            else:
+                self._enter(seq, now)
+
+    # ---------------------------------------------------------------- admission
+
+    def _admit(self, now: float) -> None:
+        """Gives lanes to waiting sequences, in order; one that waits for a lane of its own holds up nobody else."""
+        for seq in list(self.waiting):
+            if not self._free_lanes:
+                return
+            lane = self._lane_for(seq)
+            if lane is None:
+                continue
+            if not self._has_room_to_start(seq, now):
+                return
+            self._free_lanes.remove(lane)
+            self.waiting.remove(seq)
+            seq.lane = lane
+            if seq.started is None:
+                seq.started = now
+            self.running.append(seq)
+            self.running.sort(key=lambda s: s.id)
+            self._enter(seq, now)
+
+    def _lane_for(self, seq: Sequence) -> int | None:
+        wanted = seq.request.lane
+        if wanted is None:
+            return self._free_lanes[0]
+        return wanted if wanted in self._free_lanes else None
+
+    def _has_room_to_start(self, seq: Sequence, now: float) -> bool:
+        """A preempted sequence comes back only when it will not be preempted at once."""
+        if not self.running:
+            return True
+        return self._reserve(min(seq.n_pending, PIECE)) == "ok"
+
+    def _enter(self, seq: Sequence, now: float) -> None:
+        """Starts a sequence on its lane from the longest prefix that is known, or begins to restore it."""
+        assert seq.lane is not None
+        if seq.node is not None:
+            self._unlock(seq)
+        known = seq.array(0, len(seq.tokens) - 1 if seq.request.cache_prompt else 0)
+        match = self.cache.match_prefix(seq.request.scope, known, now)
+        self.cache.lock(match.node)
+        seq.node = match.node
+        if match.to_restore and self._begin_restore(seq, match.to_restore):
+            return
+        if not seq.resumed and seq.request.cache_prompt:
+            self.cache.count_lookup(seq.request.scope, known, match.n_resident, min(seq.n_restored, match.n_resident))
+        self._stand_on(seq, match.n_resident)
+        seq.status = Status.RUNNING
+
+    def _begin_restore(self, seq: Sequence, nodes: tuple[Node, ...]) -> bool:
+        """Whether the sequence now waits for a restore, its own or one that is under way."""
+        under_way = next((node.busy for node in nodes if isinstance(node.busy, RestoreTicket)), None)
+        if under_way is None:
+            if self._reserve(sum(len(node) for node in nodes)) != "ok":
+                return False
+            under_way = self.cache.begin_restore(nodes)
+            self._jobs.append(under_way)
+        seq.n_restored += sum(len(node) for node in under_way.nodes)
+        self._restoring.setdefault(id(under_way), []).append(seq)
+        seq.status = Status.RESTORING
+        return True
+
+    def _stand_on(self, seq: Sequence, n_resident: int) -> None:
+        """The sequence takes the resident part of its path as its own beginning."""
+        assert seq.node is not None
+        assert seq.lane is not None
+        path = self.cache.path(seq.node, n_resident)
+        node = path[-1] if path else self.cache.root(seq.request.scope)
+        self.cache.lock(node)
+        self.cache.unlock(seq.node)
+        seq.node = node
+        for step in path:
+            assert step.cells is not None
+            self.cells.seq_share(seq.lane, step.cells)
+        seq.n_past = seq.n_shared = n_resident
+        if not seq.resumed:
+            seq.n_cached = n_resident
+
+    def _unlock(self, seq: Sequence) -> None:
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+            seq.node = None
+
+    # ---------------------------------------------------------------- planning
+
+    def _is_runnable(self, seq: Sequence) -> bool:
+        return seq.status is Status.RUNNING and not seq.is_paused
+
+    def _plan_decode(self, planned: Planned, seq: Sequence, now: float) -> None:
+        while (room := self._reserve(1)) == "full":
+            victim = self._youngest()
+            if victim is seq and len(self.running) == 1:
+                self.finish(seq, "length", now)
+                return
+            self._preempt(victim, now)
+            if victim is seq:
+                return
+        if room == "ok":
+            self._plan(planned, seq, 1, is_decode=True)
+
+    def _plan_prompts(self, planned: Planned, now: float) -> None:
+        limit = min(self.limits.n_batch - planned.n_rows, self.limits.n_ubatch)
+        budget = self.pace.prompt_rows(n_decode=planned.n_rows, limit=limit, piece=PIECE)
+        for seq in [s for s in self.running if self._is_runnable(s) and not s.is_decoding]:
+            n = _piece(seq.n_past, seq.n_pending, budget)
+            if n == 0:
+                return  # first come, first started: nobody overtakes the one that does not fit
+            room = self._reserve(n)
+            if room == "ok":
+                self._plan(planned, seq, n, is_decode=False)
+                budget -= n
+            elif room == "full" and len(self.running) == 1 and not planned.runs:
+                self.finish(seq, "length", now)
+            elif room == "full" and not planned.runs:
+                self._preempt(self._youngest(), now)
+                return
+            else:
+                return
+
+    def _plan(self, planned: Planned, seq: Sequence, n: int, *, is_decode: bool) -> None:
+        assert seq.lane is not None
+        planned.runs.append(Run(seq.lane, planned.n_rows, n, seq.n_past, is_decode))
+        planned.seqs.append(seq)
+        planned.cells.append(self.cells.seq_grow(seq.lane, n))
+        planned.n_rows += n
+
+    def _batch(self, planned: Planned) -> Batch:
+        self._in_flight = list(zip(planned.seqs, planned.runs, strict=True))
+        out = [(seq, run) for seq, run in self._in_flight if _wants_token(seq, run)]
+        self._out = [seq for seq, _ in out]
+        wanted = [self._n_candidates(seq) for seq in self._out]
+        whole = [i for i, n in enumerate(wanted) if n is None]
+        self._full = {i: at for at, i in enumerate(whole)}
+        return Batch(
+            tokens=np.concatenate([seq.array(run.pos0, run.pos0 + run.n_rows) for seq, run in self._in_flight]),
+            positions=np.concatenate([np.arange(r.pos0, r.pos0 + r.n_rows, dtype=np.int32) for r in planned.runs]),
+            lanes=np.concatenate([np.full(r.n_rows, r.lane, np.int32) for r in planned.runs]),
+            cells=np.concatenate(planned.cells),
+            runs=tuple(planned.runs),
+            cell_table=self.cells.table,
+            out_rows=np.array([run.row + run.n_rows - 1 for _, run in out], np.int32),
+            n_candidates=max((n for n in wanted if n is not None), default=1),
+            full_rows=np.array(whole, np.int32),
+        )
+
+    def _n_candidates(self, seq: Sequence) -> int | None:
+        params = seq.request.sampling
+        return sampler.n_candidates(params, len(sampler.window(seq.tokens, params)), len(self._banned(seq)))
+
+    # ---------------------------------------------------------------- tokens
+
+    def _take_token(self, seq: Sequence, output: StepOutput, i: int, now: float) -> NewToken:
+        at = self._full.get(i)
+        row = Row(
+            output.ids[i].tolist(),
+            output.logits[i].tolist(),
+            float(output.logsumexp[i]),
+            None if at is None else output.full[at],
+        )
+        choice = sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
+        seq.tokens.append(choice.id)
+        if seq.first_token_at is None:
+            seq.first_token_at = now
+        if choice.id in self.limits.eog_ids and not seq.request.sampling.ignore_eos:
+            seq.status, seq.finish_reason = Status.FINISHED, "stop"
+        elif seq.n_predicted == seq.request.max_tokens or len(seq.tokens) >= self.limits.n_ctx_seq:
+            seq.status, seq.finish_reason = Status.FINISHED, "length"
+        return NewToken(seq, choice)
+
+    def _banned(self, seq: Sequence) -> Collection[int]:
+        """End-of-generation tokens, where they must not be chosen (yet)."""
+        params = seq.request.sampling
+        return self.limits.eog_ids if params.ignore_eos or seq.n_predicted < params.min_tokens else ()
+
+    # ---------------------------------------------------------------- leaving
+
+    def _share(self, seq: Sequence, n: int, now: float) -> None:
+        """The sequence's first n tokens become a prefix that others can use while it runs on."""
+        assert seq.lane is not None
+        assert seq.node is not None
+        seq.node = self.cache.extend(seq.lane, seq.node, seq.n_shared, seq.array(seq.n_shared, n), now)
+        seq.n_shared = self.cache.depth(seq.node)
+
+    def _retire(self, seq: Sequence, now: float) -> None:
+        """Takes a sequence off its lane; what it computed is an idle prefix from now on (rule 4)."""
+        assert seq.lane is not None
+        if seq.node is not None:
+            self._share(seq, seq.n_past, now)
+            idle = seq.node
+            self.cells.seq_rm(seq.lane)
+            self._unlock(seq)
+            if self.limits.save_when_idle and (ticket := self.cache.begin_save(idle)) is not None:
+                self._jobs.append(ticket)
+        self.running.remove(seq)
+        self._free_lanes.append(seq.lane)
+        self._free_lanes.sort()
+        seq.lane = None
+
+    def _preempt(self, seq: Sequence, now: float) -> None:
+        """Sends a running sequence back to the head of the queue (rule 3d)."""
+        self._retire(seq, now)
+        seq.status, seq.resumed = Status.WAITING, True
+        seq.n_past = seq.n_shared = 0
+        self.waiting.appendleft(seq)
+        self.n_preempted += 1
+
+    def _youngest(self) -> Sequence:
+        return next(seq for seq in reversed(self.running) if seq.status is Status.RUNNING)
+
+    def _reserve(self, n: int) -> Room:
+        """Sees to it that n cells are free, as far as idle prefixes allow (rule 3, a to c)."""
+        if (missing := n - self.cells.n_free) <= 0:
+            return "ok"
+        self.cache.drop_cells(max(missing, MIN_DROP))
+        if n <= self.cells.n_free:
+            return "ok"
+        if self.cache.n_saving:
+            return "wait"
+        if (ticket := self.cache.begin_save_oldest()) is not None:
+            self._jobs.append(ticket)
+            return "wait"
+        self.cache.drop_dirty_cells(n - self.cells.n_free)
+        return "ok" if n <= self.cells.n_free else "full"
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return any(other is seq for other, _ in self._in_flight)
+
+    def check_invariants(self) -> None:
+        """Asserts that lanes, sequences, cells and cache agree."""
+        held = [seq.lane for seq in self.running if seq.lane is not None]
+        assert len(held) == len(self.running)
+        assert sorted([*held, *self._free_lanes]) == list(range(self.limits.n_parallel))
+        assert [seq.id for seq in self.running] == sorted(seq.id for seq in self.running)
+        for seq in self.running:
+            assert seq.lane is not None
+            if seq.status is Status.RUNNING and not self._is_in_flight(seq):
+                assert self.cells.lengths[seq.lane] == seq.n_past
+                assert seq.node is not None
+                assert self.cache.depth(seq.node) == seq.n_shared
+        for seq in self.waiting:
+            assert seq.status is Status.WAITING
+            assert seq.lane is None
+        self.cache.check_invariants()
+        self.cells.check_invariants(self.cache.held_cells())
+
+
+def _is_done(seq: Sequence) -> bool:
+    return seq.status is Status.FINISHED
+
+
+def _wants_token(seq: Sequence, run: Run) -> bool:
+    return seq.n_past + run.n_rows == len(seq.tokens) and seq.request.max_tokens != 0
+
+
+def _piece(n_past: int, n_pending: int, budget: int) -> int:
+    """How many of a prompt's next tokens fit into the budget, cut where rule 2 allows."""
+    if n_pending <= budget:
+        return n_pending
+    return max(0, (n_past + budget) // PIECE * PIECE - n_past)
