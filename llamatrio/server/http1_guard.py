@@ -1,0 +1,72 @@
+"""HTTP/1.1 on Hypercorn's H11Protocol: no WebSockets, and a close that nothing can interrupt half-way."""
+
+from __future__ import annotations
+
+import h11
+from hypercorn.events import Closed, Updated
+from hypercorn.protocol.events import Request, StreamClosed
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
+
+
+class Http1(H11Protocol):
+    """One HTTP/1.1 connection."""
+
+    stall_timeout: float
+    """Unused here: each write has the connection's own time limit."""
+
+    @property
+    def has_unread_request(self) -> bool:
+        """Whether the peer is still sending a request that we will not read to the end."""
+        return self.connection.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        # An Upgrade to WebSocket is ignored, as RFC 9110 allows: the request is answered as plain HTTP.
+        if not is_servable_target(request.target):
+            await self._send_error_response(400)
+            await self.send(Closed())
+            return
+        self.stream = HTTPStream(
+            self.app,
+            self.config,
+            self.context,
+            self.task_group,
+            self.ssl,
+            self.client,
+            self.server,
+            self.stream_send,
+            STREAM_ID,
+        )
+        await self.stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method=request.method.decode("ascii").upper(),
+                raw_path=request.target,
+                state=self.connection_state,
+            )
+        )
+
+    async def _maybe_recycle(self) -> None:
+        # Runs in the app's task, which is cancelled once its stream hears StreamClosed: that comes last.
+        stream, self.stream = self.stream, None
+        await self._next_cycle()
+        if stream is not None:
+            await stream.handle(StreamClosed(stream_id=STREAM_ID))
+
+    async def _next_cycle(self) -> None:
+        """Never waits: what it awaits are Hypercorn's async setters and rule 3's callbacks."""
+        both_done = self.connection.our_state is h11.DONE and self.connection.their_state is h11.DONE
+        if both_done and not self.context.terminated.is_set():
+            self.connection.start_next_cycle()
+            await self.can_read.set()
+            await self.send(Updated(idle=True))
+        else:
+            await self.can_read.set()
+            await self.send(Closed())
+
+
+def is_servable_target(target: bytes) -> bool:
+    """Whether a request target has a path: origin form, absolute form, or the asterisk of OPTIONS."""
+    return target.isascii() and (target.startswith((b"/", b"http://", b"https://")) or target == b"*")
