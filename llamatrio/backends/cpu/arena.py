@@ -7,6 +7,7 @@ shared and gets none). Pages that are never touched cost nothing, so a large KV 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from types import TracebackType
 
@@ -79,8 +80,6 @@ def _private_map(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel built without them: ordinary pages work too
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel built without them: ordinary pages work too
     return memory

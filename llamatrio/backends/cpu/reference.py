@@ -141,6 +141,7 @@ def kv_round(x: Array, kv_type: KVType) -> Array:
     if kv_type == "f16":
         return x.astype(np.float16).astype(x.dtype)
     blocks = x.reshape(-1, Q8_BLOCK).astype(np.float32)
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / 127
-    quants = np.rint(blocks / np.where(scale == 0, 1, scale))
-    return np.asarray((quants * scale.astype(np.float16).astype(np.float32)).reshape(x.shape).astype(x.dtype))
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scale = (largest * np.float32(1 / 127)).astype(np.float16).astype(np.float32)
+    quants = np.clip(np.rint(blocks * np.divide(1, scale, where=scale > 0, out=np.zeros_like(scale))), -127, 127)
+    return np.asarray((quants * scale).reshape(x.shape).astype(x.dtype))

@@ -1,0 +1,226 @@
+"""A team of threads that run one compiled function together, without the GIL.
+
+Theory of operation. Member 0 is whichever thread has work (the backend's compute thread); members 1..n-1 are
+helper threads that live in compiled code from start to end. Member 0 *posts* a job by raising the generation;
+helpers spin for about 0.3 ms for the next generation and then *park* in read() on a pipe, where they cost
+nothing. Helpers never need the GIL, so a busy event loop cannot hold up a step.
+
+Rule 1. Only member 0 posts, and only after every member has passed the last barrier of the job before.
+Rule 2. A helper that parks first says so (state = PARKED), then looks at the generation once more; member 0 first
+        raises the generation, then looks at the states. Both are sequentially consistent, so one sees the other.
+Rule 3. Whoever exchanges PARKED for AWAKE settles it: member 0 then owes one byte to the pipe, and a helper that
+        finds AWAKE there takes that byte before it goes on.
+Rule 4. A barrier is a counter that only grows; every member keeps count of how often it passed.
+Rule 5. Spinning is bounded: after that each look is followed by a yield, so a partner that lost its core, or the
+        event loop, gets one.
+
+The control block is int64 words; words written by different members lie in different cache lines.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llamatrio.backends.cpu.call import call_kernel
+from llamatrio.backends.cpu.native import atomic_add, atomic_exchange, atomic_load, atomic_store, i64_at, pause
+
+_LINE = 64  # bytes
+GENERATION = 0 * _LINE
+BARRIER = 1 * _LINE
+STOP = 2 * _LINE
+TICKET = 3 * _LINE
+CONSTANTS = 4 * _LINE
+# int64 indices within CONSTANTS
+N_MEMBERS, IDLE_SPINS, YIELD_ADDRESS, READ_ADDRESS, WRITE_ADDRESS = range(5)
+MEMBERS = 5 * _LINE
+MEMBER_BYTES = 2 * _LINE
+# byte offsets within a member
+STATE, PASSED, SEEN, READ_FD, WRITE_FD, BYTE = 0, 64, 72, 80, 88, 96
+
+_AWAKE, _PARKED = 0, 1
+_BARRIER_SPINS = 4000
+_SPINS_PER_YIELD = 64
+_IDLE_SECONDS = 0.3e-3
+
+
+@njit(inline="always")
+def _constant(team, index):
+    return i64_at(team + CONSTANTS, 8)[index]
+
+
+@njit(inline="always")
+def member_of(team, member):
+    """Address of a member's words."""
+    return team + MEMBERS + member * MEMBER_BYTES
+
+
+@njit
+def barrier(team, member):
+    """Returns when every member has called it as often as this one."""
+    n_members = _constant(team, N_MEMBERS)
+    if n_members == 1:
+        return
+    passed = i64_at(member_of(team, member) + PASSED, 1)
+    passed[0] += 1
+    target = passed[0] * n_members
+    atomic_add(team + BARRIER, 1)
+    n_spins = 0
+    while atomic_load(team + BARRIER) < target:
+        pause()
+        n_spins += 1
+        if n_spins > _BARRIER_SPINS:
+            call_kernel(_constant(team, YIELD_ADDRESS))
+
+
+@njit
+def post(team):
+    """Member 0: lets the helpers go on with a new job."""
+    atomic_add(team + GENERATION, 1)
+    for member in range(1, _constant(team, N_MEMBERS)):
+        words = member_of(team, member)
+        if atomic_exchange(words + STATE, _AWAKE) == _PARKED:
+            call_kernel(_constant(team, WRITE_ADDRESS), i64_at(words + WRITE_FD, 1)[0], words + BYTE, 1)
+
+
+@njit
+def await_post(team, member):
+    """A helper: waits for the next job. False when the team is to stop."""
+    words = member_of(team, member)
+    seen = i64_at(words + SEEN, 1)
+    n_spins = 0
+    while atomic_load(team + GENERATION) == seen[0]:
+        n_spins += 1
+        if n_spins < _constant(team, IDLE_SPINS):
+            pause()
+            if n_spins % _SPINS_PER_YIELD == 0:
+                call_kernel(_constant(team, YIELD_ADDRESS))
+        else:
+            _park(team, words, seen[0])
+    seen[0] += 1
+    return atomic_load(team + STOP) == 0
+
+
+@njit
+def _park(team, words, seen):
+    atomic_exchange(words + STATE, _PARKED)
+    if atomic_load(team + GENERATION) != seen and atomic_exchange(words + STATE, _AWAKE) == _PARKED:
+        return  # Rule 3: nobody owes us a byte
+    while True:
+        call_kernel(_constant(team, READ_ADDRESS), i64_at(words + READ_FD, 1)[0], words + BYTE, 1)
+        if atomic_load(words + STATE) == _AWAKE:  # else a signal interrupted read()
+            return
+
+
+@njit
+def next_ticket(team):
+    """Hands out 0, 1, 2, ... over all members; reset_tickets starts anew."""
+    return atomic_add(team + TICKET, 1)
+
+
+@njit
+def reset_tickets(team):
+    """By one member, between two barriers."""
+    atomic_store(team + TICKET, 0)
+
+
+@njit(nogil=True)
+def _spin(n):
+    for _ in range(n):
+        pause()
+
+
+class _CFunctions(NamedTuple):
+    """Addresses of C functions that the compiled code calls."""
+
+    sched_yield: int
+    read: int
+    write: int
+
+
+def _c_functions() -> _CFunctions:
+    if sys.platform == "win32":
+        kernel, runtime = ctypes.WinDLL("kernel32"), ctypes.CDLL("msvcrt")
+        functions = kernel.SwitchToThread, runtime._read, runtime._write
+    else:
+        library = ctypes.CDLL(None)
+        functions = library.sched_yield, library.read, library.write
+    return _CFunctions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+
+
+def _idle_spins() -> int:
+    """Pauses that take about as long as a helper waits before it parks."""
+    n = 2000
+    _spin(1)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        _spin(n)
+        seconds.append(time.perf_counter() - start)
+    return max(_SPINS_PER_YIELD, int(n * _IDLE_SECONDS / max(min(seconds), 1e-7)))
+
+
+class Team:
+    """`n_members` - 1 helper threads that run `follow(member)` until the team stops. A context manager.
+
+    `follow` must be compiled, release the GIL, call `await_post` in a loop and return when that is False.
+    """
+
+    def __init__(self, n_members: int) -> None:
+        if n_members < 1:
+            raise ValueError(f"expected at least 1 thread, not {n_members}")
+        self.n_members = n_members
+        n_words = (MEMBERS + n_members * MEMBER_BYTES + 2 * _LINE) // 8
+        self._words: NDArray[np.int64] = np.zeros(n_words, np.int64)
+        self.address = self._words.ctypes.data + -self._words.ctypes.data % _LINE
+        self._threads: list[threading.Thread] = []
+        self._pipes: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Team:
+        functions = _c_functions()
+        constants = self._view(CONSTANTS)
+        constants[N_MEMBERS] = self.n_members
+        constants[YIELD_ADDRESS] = functions.sched_yield
+        constants[READ_ADDRESS] = functions.read
+        constants[WRITE_ADDRESS] = functions.write
+        constants[IDLE_SPINS] = _idle_spins()
+        for member in range(1, self.n_members):
+            pipe = os.pipe()
+            self._pipes.append(pipe)
+            self._view(MEMBERS + member * MEMBER_BYTES + READ_FD)[:2] = pipe
+        return self
+
+    def start(self, follow: Callable[[int], Any]) -> None:
+        """Starts the helpers. They cost nothing until the first post."""
+        for member in range(1, self.n_members):
+            thread = threading.Thread(target=follow, args=(member,), name=f"llamatrio-cpu-{member}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._view(STOP)[0] = 1
+        post(self.address)
+        for thread in self._threads:
+            thread.join()
+        for pipe in self._pipes:
+            os.close(pipe[0])
+            os.close(pipe[1])
+        self._threads, self._pipes = [], []
+
+    def _view(self, offset: int) -> NDArray[np.int64]:
+        start = (self.address + offset - self._words.ctypes.data) // 8
+        return self._words[start : start + 8]
