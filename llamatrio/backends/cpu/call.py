@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numba.core.cgutils
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+_types: Any = numba.types  # Numba ships type hints for some of its names only
+_cgutils: Any = numba.core.cgutils
 
 
 @intrinsic
@@ -16,13 +19,13 @@ def call_kernel(typingctx: Any, address: Any, *args: Any) -> Any:
 
     Usable in a nogil function: it is a plain indirect call.
     """
-    signature = types.void(types.int64, types.BaseTuple.from_types(args))
+    signature = _types.void(_types.int64, _types.BaseTuple.from_types(args))
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         target, packed = values
         arguments = [
-            context.cast(builder, value, kind, types.int64)
-            for value, kind in zip(cgutils.unpack_tuple(builder, packed), signature.args[1], strict=True)
+            context.cast(builder, value, kind, _types.int64)
+            for value, kind in zip(_cgutils.unpack_tuple(builder, packed), signature.args[1], strict=True)
         ]
         i64 = ir.IntType(64)
         function_type = ir.FunctionType(ir.VoidType(), [i64] * len(arguments))

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -46,9 +46,9 @@ class Level:
     """Registers of 16 x f32 that the tiles may count on."""
 
 
-_AVX2 = frozenset("avx avx2 bmi bmi2 f16c fma lzcnt movbe".split())
-_AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni".split())
-_AMX = _AVX512 | frozenset("avx512bf16 amx-tile amx-bf16".split())
+_AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
+_AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"})
+_AMX = _AVX512 | frozenset({"avx512bf16", "amx-tile", "amx-bf16"})
 
 _X86_LEVELS: tuple[tuple[frozenset[str], Level], ...] = (
     (frozenset(), Level("plain", "x86-64", "", "wide", has_fma=False, has_f16=False, n_vectors=4)),
@@ -110,7 +110,8 @@ def _request_amx_permission() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     sys_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(sys_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0
+    refused = ctypes.CDLL(None).syscall(sys_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata)
+    return not refused
 
 
 @cache
@@ -131,6 +132,7 @@ def configure_numba(level: Level | None = None) -> None:
     import numba
 
     level = level or current_level()
-    numba.config.CPU_NAME = level.cpu
-    numba.config.CPU_FEATURES = level.features
-    numba.config.CACHE_DIR = str(config.cache_dir() / "numba" / code_fingerprint(level))
+    settings: Any = numba.config
+    settings.CPU_NAME = level.cpu
+    settings.CPU_FEATURES = level.features
+    settings.CACHE_DIR = str(config.cache_dir() / "numba" / code_fingerprint(level))

@@ -499,6 +499,38 @@ class Asm:
         even, odd = range(0, 32, 2), range(1, 32, 2)
         return b.add(self.shuffle(products, products, even), self.shuffle(products, products, odd))
 
+    # ---- AMX: eight tile registers of 16 rows x 64 bytes
+
+    def tile_config(self) -> None:
+        """Makes every tile 16 rows of 64 bytes; comes before any other tile operation of a kernel."""
+        content = bytearray(64)  # palette; from byte 16 columns in bytes (u16); from byte 48 rows (u8)
+        content[0], content[16:32], content[48:56] = 1, bytes([64, 0] * 8), bytes([16] * 8)
+        kind = ir.ArrayType(i8, len(content))
+        config = ir.GlobalVariable(self.builder.module, kind, "tile_config")
+        config.linkage, config.global_constant, config.align = "internal", True, 64
+        config.initializer = ir.Constant(kind, content)
+        self._void("llvm.x86.ldtilecfg", config)
+
+    def tile_release(self) -> None:
+        """Gives the tile state back; the end of a kernel that used tiles."""
+        self._void("llvm.x86.tilerelease")
+
+    def tile_zero(self, tile: int) -> None:
+        """Clears tile `tile` (a Python int, as in all tile operations)."""
+        self._void("llvm.x86.tilezero", _tile(tile))
+
+    def tile_load(self, tile: int, base: Value) -> None:
+        """Loads a tile from 1,024 consecutive bytes."""
+        self._void("llvm.x86.tileloadd64", _tile(tile), base, self.int64(64))
+
+    def tile_store(self, tile: int, base: Value, stride: Value) -> None:
+        """Stores 16 rows of 64 bytes, `stride` bytes (i64) apart."""
+        self._void("llvm.x86.tilestored64", _tile(tile), base, stride)
+
+    def tile_dot_bf16(self, acc: int, a: int, b: int) -> None:
+        """Tile acc (16 x 16 f32) += a (16 x 32 bf16) times b (32 x 16 bf16, in pairs of rows)."""
+        self._void("llvm.x86.tdpbf16ps", _tile(acc), _tile(a), _tile(b))
+
     # ---- LLVM intrinsics
 
     def _call(self, name: str, returns: Any, *arguments: Value) -> Value:
@@ -511,6 +543,10 @@ class Asm:
 
     def _void(self, name: str, *arguments: Value) -> None:
         self._call(name, ir.VoidType(), *arguments)
+
+
+def _tile(n: int) -> Value:
+    return ir.Constant(i8, n)
 
 
 def _as_f32(x: float) -> float:
