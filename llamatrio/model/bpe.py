@@ -6,6 +6,8 @@ encoded), and Gemma 4's, which merges characters, spells a space as U+2581, and 
 
 from __future__ import annotations
 
+import re
+
 from tokenizers import Regex
 from tokenizers import Tokenizer as Machine
 from tokenizers.models import BPE
@@ -18,6 +20,7 @@ from llamatrio.model.vocabulary import Vocabulary
 
 SPACE = "\u2581"
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NEWLINE_RUNS = r"[^\n]+|\n+"
 
 
@@ -25,7 +28,7 @@ class ByteLevelBPE:
     """GPT-2's scheme, with the words that a pre-tokenizer cuts."""
 
     def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], rule: PreTokenizer) -> None:
-        model = BPE(_encodable(vocabulary), merges, ignore_merges=rule.ignore_merges)
+        model = BPE(_encodable(vocabulary, merges), merges, ignore_merges=rule.ignore_merges)
         cuts = [Split(Regex(pattern), "isolated") for pattern in rule.patterns]
         self._machine = Machine(model)
         self._machine.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -39,7 +42,7 @@ class CharacterBPE:
     """Gemma 4's scheme: merges within a line, of characters; unknown characters become their bytes."""
 
     def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> None:
-        self._machine = Machine(BPE(_encodable(vocabulary), merges, byte_fallback=True))
+        self._machine = Machine(BPE(_encodable(vocabulary, merges), merges, byte_fallback=True))
         self._machine.pre_tokenizer = Split(Regex(_NEWLINE_RUNS), "isolated")
 
     def encode(self, text: str) -> list[int]:
@@ -69,13 +72,17 @@ def read_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[tuple[str, s
     return list(pairs)
 
 
-def _encodable(vocabulary: Vocabulary) -> dict[str, int]:
-    """Without tokens that are not UTF-8: no text can become one."""
-    return {text: id for text, id in vocabulary.ids.items() if text.isascii() or _is_unicode(text)}
+def _encodable(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> dict[str, int]:
+    """What ordinary text may become: no control tokens, unless merges make them, and none that are not UTF-8."""
+    control = {text for id in vocabulary.control if len(text := vocabulary.texts[id]) > 1}
+    control.difference_update([left + right for left, right in merges])
+    return {
+        text: id for text, id in vocabulary.ids.items() if text not in control and (text.isascii() or _is_unicode(text))
+    }
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return _SURROGATE.search(text) is None
 
 
 def byte_alphabet() -> dict[str, int]:

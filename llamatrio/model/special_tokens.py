@@ -19,6 +19,7 @@ class SpecialTokens:
         for text in self._ids:
             lengths.setdefault(text[0], set()).add(len(text))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._prefixes = {text[:n] for text in self._ids for n in range(1, len(text))}
         self._beginnings = re.compile(f"[{re.escape(''.join(sorted(lengths)))}]") if lengths else None
 
     def split(self, text: str) -> Iterator[str | int]:
@@ -36,6 +37,24 @@ class SpecialTokens:
             done = at = at + len(token)
         if done < len(text):
             yield text[done:]
+
+    def places(self, text: str) -> list[int]:
+        """Where a token begins, overlapping ones included, or where what is left of the text could begin one.
+
+        White space at the end of the text does not count: a template may strip it.
+        """
+        if self._beginnings is None:
+            return []
+        end = len(text.rstrip())
+        return [
+            match.start()
+            for match in self._beginnings.finditer(text)
+            if self._longest_at(text, match.start())
+            or self._could_begin(text[match.start() : end], text[match.start() :])
+        ]
+
+    def _could_begin(self, *rests: str) -> bool:
+        return any(rest in self._prefixes for rest in rests)
 
     def _longest_at(self, text: str, at: int) -> str:
         for length in self._lengths[text[at]]:

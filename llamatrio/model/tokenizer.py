@@ -11,7 +11,7 @@ follows a cut; `decode` takes it away again, so that decoding gives back what wa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from llamatrio.errors import GGUFError, RequestError, UnsupportedModelError
@@ -58,6 +58,7 @@ class Tokenizer:
         self._strips_after = strips_after
         self._cut_ids = vocabulary.user_defined | vocabulary.control
         self._user_defined = _finder(vocabulary, vocabulary.user_defined)
+        self._control = _finder(vocabulary, vocabulary.control)
         self._all_special = _finder(vocabulary, self._cut_ids)
 
     @property
@@ -107,9 +108,17 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
-    def split_special(self, text: str) -> list[str | int]:
+    def split_special(self, text: str) -> Iterator[str | int]:
         """The text cut at every special token that it spells out: its ordinary parts and the ids between them."""
-        return list(self._all_special.split(text))
+        return self._all_special.split(text)
+
+    def split_user_defined(self, text: str) -> Iterator[str | int]:
+        """As `split_special`, at user-defined tokens only: what any text may spell."""
+        return self._user_defined.split(text)
+
+    def control_places(self, text: str) -> list[int]:
+        """Where `text` spells out a control token, or ends in what could be the beginning of one."""
+        return self._control.places(text)
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
         """Ids of ordinary parts and the special tokens between them, as `split_special` gives them."""
