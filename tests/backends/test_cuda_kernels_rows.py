@@ -177,7 +177,8 @@ def test_rope_table_ends_of_yarn() -> None:
     plain = rope_table(RopeSpec(64, "neox", rope.base), windowed=False).turns.sum(-1)
     scaled = rope_table(rope, windowed=False)
     ratio = scaled.turns.sum(-1) / plain
-    assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(1 / 32)
+    assert ratio[0] == pytest.approx(1)
+    assert ratio[-1] == pytest.approx(1 / 32)
     assert (np.diff(ratio) <= 1e-6).all()
     assert scaled.magnitude == pytest.approx(1 + 0.1 * np.log(32))
 

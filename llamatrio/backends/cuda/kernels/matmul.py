@@ -1,0 +1,75 @@
+"""Matrix products: `matmul_rows` and `matmul_float` for the few rows of a decode step, `matmul_tile` for prompts.
+
+Which one runs is decided by what a row is, never by how many rows there are, so that a stream's numbers do not
+depend on its neighbours: decode rows take matmul_rows (int8 activations) or matmul_float, prompt rows matmul_tile.
+"""
+
+from __future__ import annotations
+
+from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher, i32, require_multiple
+from llamatrio.backends.cuda.kernels.rows import RowKind, Rows
+from llamatrio.backends.cuda.kernels.weights import BLOCK, Matrix
+
+COLUMNS = 8
+"""Output columns of one block of matmul_rows: four warps, two columns each."""
+
+
+def rows_variant(n_rows: int) -> int:
+    """-DROWS for n rows: the smallest of 1, 2, 4, 8, 16 that holds them; more rows take more blocks of 16."""
+    return next((n for n in (1, 2, 4, 8) if n_rows <= n), 16)
+
+
+def decode_kind(matrix: Matrix) -> RowKind:
+    """The form in which decode rows are multiplied with the matrix."""
+    return RowKind.F32 if matrix.type.is_float else RowKind.Q8
+
+
+def matmul_rows(
+    run: Launcher, matrix: Matrix, x: Rows, bias: DevicePointer, out: DevicePointer, *, n_rows: int
+) -> None:
+    """out f32 [n_rows, n_out] = x W^T (+ bias f32 [n_out] unless 0). x: of `decode_kind(matrix)`."""
+    _few_rows(run, matrix, x, bias, 0, out, n_rows, rows_variant(n_rows), 1)
+
+
+def matmul_expert_rows(
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    experts: DevicePointer,
+    out: DevicePointer,
+    *,
+    n_pairs: int,
+    share: int,
+) -> None:
+    """out f32 [n_pairs, n_out]: pair p multiplies x row p / share with matrix `experts[p]` (i32; negative: skipped).
+
+    bias f32 [n_expert, n_out] or 0. share is the number of experts a row uses where x has one row for all of them
+    (gate, up), and 1 where x has a row for each pair (down).
+    """
+    _few_rows(run, matrix, x, bias, experts, out, n_pairs, 1, share)
+
+
+def _few_rows(
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    experts: DevicePointer,
+    out: DevicePointer,
+    n_rows: int,
+    variant: int,
+    share: int,
+) -> None:
+    if x.kind is not decode_kind(matrix):
+        raise ValueError(f"expected rows as {decode_kind(matrix).name} for {matrix.type.name}, not {x.kind.name}")
+    require_multiple("k", matrix.k, BLOCK)
+    grid = (-(-matrix.n_out // COLUMNS), -(-n_rows // variant))
+    sizes = (i32(matrix.n_out), i32(matrix.k), i32(n_rows))
+    if matrix.type.is_float:
+        pointers = (matrix.planes, x.out, bias, experts, out)
+        run("matmul_float", grid, 128, *pointers, *sizes, i32(share), TYPE=matrix.type, ROWS=variant)
+        return
+    pointers = (matrix.planes, x.out, x.extra, bias, experts, out)
+    more = (i32(matrix.n_expert), i32(share))
+    run("matmul_rows", grid, 128, *pointers, *sizes, *more, TYPE=matrix.type, ROWS=variant)
