@@ -73,3 +73,18 @@ def rope(x: np.ndarray, positions: np.ndarray, angles: np.ndarray, *, neox: bool
     out[..., a] = (x[..., a] * np.cos(theta) - x[..., b] * np.sin(theta)) * magnitude
     out[..., b] = (x[..., a] * np.sin(theta) + x[..., b] * np.cos(theta)) * magnitude
     return out
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float, softcap: float = 0.0, sinks: np.ndarray | None = None
+) -> np.ndarray:
+    """One row's heads q [n_head, D] over the K and V [n, n_head_kv, D] that it sees."""
+    group = len(q) // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, 1) for x in (k, v))
+    scores = np.einsum("hd,nhd->hn", q.astype(np.float64), k) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    sink = np.full(len(q), -np.inf) if sinks is None else sinks.astype(np.float64)
+    top = np.maximum(scores.max(-1), sink)
+    p = np.exp(scores - top[:, None])
+    return np.einsum("hn,nhd->hd", p, v) / (p.sum(-1) + np.exp(sink - top))[:, None]

@@ -105,6 +105,6 @@ def test_misuse_is_refused_before_a_launch(cuda_rig: Rig) -> None:
         w.planes_bytes(WeightType.Q4_K, 1, 288)
     with pytest.raises(ValueError, match="F16"):
         w.planar_rows(cuda_rig.run, 0, 0, type=WeightType.F16, n_rows=1, k=32)
+    x = rows.Rows(rows.RowKind.F32, 0)
     with pytest.raises(ValueError, match="expected rows as Q8"):
-        x = rows.Rows(rows.RowKind.F32, 0)
         matmul.matmul_rows(cuda_rig.run, w.Matrix(WeightType.Q8_0, 0, 1, 32), x, 0, 0, n_rows=1)

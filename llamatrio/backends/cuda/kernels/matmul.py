@@ -66,10 +66,10 @@ def _few_rows(
     require_multiple("k", matrix.k, BLOCK)
     grid = (-(-matrix.n_out // COLUMNS), -(-n_rows // variant))
     sizes = (i32(matrix.n_out), i32(matrix.k), i32(n_rows))
+    defines = {"TYPE": int(matrix.type), "ROWS": variant}
+    tail = (bias, experts, out, *sizes)
     if matrix.type.is_float:
-        pointers = (matrix.planes, x.out, bias, experts, out)
-        run("matmul_float", grid, 128, *pointers, *sizes, i32(share), TYPE=matrix.type, ROWS=variant)
+        run("matmul_float", grid, 128, matrix.planes, x.out, *tail, i32(share), **defines)
         return
-    pointers = (matrix.planes, x.out, x.extra, bias, experts, out)
     more = (i32(matrix.n_expert), i32(share))
-    run("matmul_rows", grid, 128, *pointers, *sizes, *more, TYPE=matrix.type, ROWS=variant)
+    run("matmul_rows", grid, 128, matrix.planes, x.out, x.extra, *tail, *more, **defines)
