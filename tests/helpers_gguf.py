@@ -211,7 +211,7 @@ def _value(value: Any) -> bytes:
         return struct.pack("<IB", 7, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value) if 0 <= value < 1 << 32 else struct.pack("<Iq", 11, value)
-    if isinstance(value, float):
+    if isinstance(value, float) and not isinstance(value, np.generic):
         return struct.pack("<If", 6, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
