@@ -9,54 +9,43 @@ Addresses are int64 everywhere, so that one compiled step takes tables of number
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import types
 from numba.extending import intrinsic
 
 _POINTER = ir.PointerType()
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-def _pointer_cast(numba_type):
+def _loader(numba_type, llvm_type):
     @intrinsic
-    def cast(typing_context, address):
-        pointer = types.CPointer(numba_type)
-
+    def load(typing_context, address, index):
         def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(pointer))
+            place = builder.gep(builder.inttoptr(args[0], _POINTER), [args[1]], source_etype=llvm_type)
+            return builder.load(place, typ=llvm_type)
 
-        return pointer(types.int64), codegen
+        return numba_type(types.int64, types.int64), codegen
 
-    return cast
-
-
-_f32_pointer = _pointer_cast(types.float32)
-_i32_pointer = _pointer_cast(types.int32)
-_i64_pointer = _pointer_cast(types.int64)
-_u8_pointer = _pointer_cast(types.uint8)
+    return load
 
 
-@njit(inline="always")
-def f32_at(address, n):
-    """float32 [n] at `address`."""
-    return carray(_f32_pointer(address), (n,))
+def _storer(numba_type, llvm_type):
+    @intrinsic
+    def store(typing_context, address, index, value):
+        def codegen(context, builder, signature, args):
+            place = builder.gep(builder.inttoptr(args[0], _POINTER), [args[1]], source_etype=llvm_type)
+            builder.store(args[2], place)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return store
 
 
-@njit(inline="always")
-def i32_at(address, n):
-    """int32 [n] at `address`."""
-    return carray(_i32_pointer(address), (n,))
-
-
-@njit(inline="always")
-def i64_at(address, n):
-    """int64 [n] at `address`."""
-    return carray(_i64_pointer(address), (n,))
-
-
-@njit(inline="always")
-def u8_at(address, n):
-    """uint8 [n] at `address`."""
-    return carray(_u8_pointer(address), (n,))
+# load_*(address, index) is element `index` of the array at `address`; store_*(address, index, value) writes it.
+# Numba's own array views do the same, but cost seconds of compilation.
+load_f32, store_f32 = _loader(types.float32, ir.FloatType()), _storer(types.float32, ir.FloatType())
+load_i32, store_i32 = _loader(types.int32, _I32), _storer(types.int32, _I32)
+load_i64, store_i64 = _loader(types.int64, _I64), _storer(types.int64, _I64)
 
 
 @intrinsic
@@ -87,17 +76,6 @@ def atomic_load(typing_context, address):
         return builder.load_atomic(builder.inttoptr(args[0], _POINTER), "acquire", 8, typ=_I64)
 
     return types.int64(types.int64), codegen
-
-
-@intrinsic
-def atomic_store(typing_context, address, value):
-    """Stores an int64 so that whoever loads it sees everything written before."""
-
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _POINTER), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -25,7 +25,6 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llamatrio.backends.cpu.call import call_kernel
-from llamatrio.backends.cpu.native import atomic_add, atomic_exchange, atomic_load, atomic_store, i64_at, pause
+from llamatrio.backends.cpu.native import atomic_add, atomic_exchange, atomic_load, load_i64, pause, store_i64
 
 _LINE = 64  # bytes
 GENERATION = 0 * _LINE
@@ -44,7 +43,7 @@ STOP = 2 * _LINE
 TICKET = 3 * _LINE
 CONSTANTS = 4 * _LINE
 # int64 indices within CONSTANTS
-N_MEMBERS, IDLE_SPINS, YIELD_ADDRESS, READ_ADDRESS, WRITE_ADDRESS = range(5)
+N_MEMBERS, YIELD_ADDRESS, READ_ADDRESS, WRITE_ADDRESS = range(4)
 MEMBERS = 5 * _LINE
 MEMBER_BYTES = 2 * _LINE
 # byte offsets within a member
@@ -52,16 +51,17 @@ STATE, PASSED, SEEN, READ_FD, WRITE_FD, BYTE = 0, 64, 72, 80, 88, 96
 
 _AWAKE, _PARKED = 0, 1
 _BARRIER_SPINS = 4000
-_SPINS_PER_YIELD = 64
-_IDLE_SECONDS = 0.3e-3
+_SPINS_PER_YIELD = 16
+_IDLE_YIELDS = 200
+"""A round of 16 pauses and a yield takes 0.5 to 1.5 us, so a helper parks after 0.1 to 0.3 ms."""
 
 
-@njit(inline="always")
-def _constant(team, index):
-    return i64_at(team + CONSTANTS, 8)[index]
+@njit
+def constant(team, index):
+    return load_i64(team + CONSTANTS, index)
 
 
-@njit(inline="always")
+@njit
 def member_of(team, member):
     """Address of a member's words."""
     return team + MEMBERS + member * MEMBER_BYTES
@@ -70,46 +70,46 @@ def member_of(team, member):
 @njit
 def barrier(team, member):
     """Returns when every member has called it as often as this one."""
-    n_members = _constant(team, N_MEMBERS)
+    n_members = constant(team, N_MEMBERS)
     if n_members == 1:
         return
-    passed = i64_at(member_of(team, member) + PASSED, 1)
-    passed[0] += 1
-    target = passed[0] * n_members
+    passed = load_i64(member_of(team, member) + PASSED, 0) + 1
+    store_i64(member_of(team, member) + PASSED, 0, passed)
+    target = passed * n_members
     atomic_add(team + BARRIER, 1)
     n_spins = 0
     while atomic_load(team + BARRIER) < target:
         pause()
         n_spins += 1
         if n_spins > _BARRIER_SPINS:
-            call_kernel(_constant(team, YIELD_ADDRESS))
+            call_kernel(constant(team, YIELD_ADDRESS))
 
 
 @njit
 def post(team):
     """Member 0: lets the helpers go on with a new job."""
     atomic_add(team + GENERATION, 1)
-    for member in range(1, _constant(team, N_MEMBERS)):
+    for member in range(1, constant(team, N_MEMBERS)):
         words = member_of(team, member)
         if atomic_exchange(words + STATE, _AWAKE) == _PARKED:
-            call_kernel(_constant(team, WRITE_ADDRESS), i64_at(words + WRITE_FD, 1)[0], words + BYTE, 1)
+            call_kernel(constant(team, WRITE_ADDRESS), load_i64(words + WRITE_FD, 0), words + BYTE, 1)
 
 
 @njit
 def await_post(team, member):
     """A helper: waits for the next job. False when the team is to stop."""
     words = member_of(team, member)
-    seen = i64_at(words + SEEN, 1)
+    seen = load_i64(words + SEEN, 0)
     n_spins = 0
-    while atomic_load(team + GENERATION) == seen[0]:
+    while atomic_load(team + GENERATION) == seen:
         n_spins += 1
-        if n_spins < _constant(team, IDLE_SPINS):
-            pause()
-            if n_spins % _SPINS_PER_YIELD == 0:
-                call_kernel(_constant(team, YIELD_ADDRESS))
+        if n_spins >= _IDLE_YIELDS * _SPINS_PER_YIELD:
+            _park(team, words, seen)
+        elif n_spins % _SPINS_PER_YIELD == 0:
+            call_kernel(constant(team, YIELD_ADDRESS))
         else:
-            _park(team, words, seen[0])
-    seen[0] += 1
+            pause()
+    store_i64(words + SEEN, 0, seen + 1)
     return atomic_load(team + STOP) == 0
 
 
@@ -119,7 +119,7 @@ def _park(team, words, seen):
     if atomic_load(team + GENERATION) != seen and atomic_exchange(words + STATE, _AWAKE) == _PARKED:
         return  # Rule 3: nobody owes us a byte
     while True:
-        call_kernel(_constant(team, READ_ADDRESS), i64_at(words + READ_FD, 1)[0], words + BYTE, 1)
+        call_kernel(constant(team, READ_ADDRESS), load_i64(words + READ_FD, 0), words + BYTE, 1)
         if atomic_load(words + STATE) == _AWAKE:  # else a signal interrupted read()
             return
 
@@ -133,13 +133,7 @@ def next_ticket(team):
 @njit
 def reset_tickets(team):
     """By one member, between two barriers."""
-    atomic_store(team + TICKET, 0)
-
-
-@njit(nogil=True)
-def _spin(n):
-    for _ in range(n):
-        pause()
+    atomic_exchange(team + TICKET, 0)
 
 
 class _CFunctions(NamedTuple):
@@ -158,18 +152,6 @@ def _c_functions() -> _CFunctions:
         library = ctypes.CDLL(None)
         functions = library.sched_yield, library.read, library.write
     return _CFunctions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
-
-
-def _idle_spins() -> int:
-    """Pauses that take about as long as a helper waits before it parks."""
-    n = 2000
-    _spin(1)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        _spin(n)
-        seconds.append(time.perf_counter() - start)
-    return max(_SPINS_PER_YIELD, int(n * _IDLE_SECONDS / max(min(seconds), 1e-7)))
 
 
 class Team:
@@ -195,7 +177,6 @@ class Team:
         constants[YIELD_ADDRESS] = functions.sched_yield
         constants[READ_ADDRESS] = functions.read
         constants[WRITE_ADDRESS] = functions.write
-        constants[IDLE_SPINS] = _idle_spins()
         for member in range(1, self.n_members):
             pipe = os.pipe()
             self._pipes.append(pipe)
@@ -213,7 +194,11 @@ class Team:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._view(STOP)[0] = 1
-        post(self.address)
+        self._view(GENERATION)[0] += 1
+        for member, pipe in enumerate(self._pipes, start=1):
+            # A byte that nobody reads does no harm now, so there is nothing to settle by Rule 3.
+            self._view(MEMBERS + member * MEMBER_BYTES + STATE)[0] = _AWAKE
+            os.write(pipe[1], b"x")
         for thread in self._threads:
             thread.join()
         for pipe in self._pipes:

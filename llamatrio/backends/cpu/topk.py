@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
+from numba import int32, int64, njit
 
-from llamatrio.backends.cpu.native import f32_at, i32_at
+from llamatrio.backends.cpu.native import load_f32, load_i32, store_f32, store_i32
 
 BLOCK = 64
 """Logits whose maximum is noted."""
@@ -25,42 +25,46 @@ SEGMENT = 4096
 @njit
 def log_sum_exp(segments, n_segments):
     """From float32 [n_segments, 2] of (maximum, sum of exp(x - maximum)) at `segments`."""
-    parts = f32_at(segments, 2 * n_segments)
-    largest = parts[0]
+    largest = load_f32(segments, 0)
     for i in range(1, n_segments):
-        largest = max(largest, parts[2 * i])
+        largest = max(largest, load_f32(segments, 2 * i))
     total = 0.0
     for i in range(n_segments):
-        total += parts[2 * i + 1] * math.exp(float(parts[2 * i]) - float(largest))
+        shift = float(load_f32(segments, 2 * i)) - float(largest)
+        total += load_f32(segments, 2 * i + 1) * math.exp(shift)
     return float(largest) + math.log(total)
 
 
 @njit
-def select_top(logits, maxima, n, k, out_logits, out_ids):
-    """The k best of float32 [n] at `logits` into float32 [k] and int32 [k], sorted. 1 <= k <= n.
+def select_top(logits, maxima, n, k, best, ids):
+    """The k best of float32 [n] at `logits` into float32 [k] at `best` and int32 [k] at `ids`, sorted. 1 <= k <= n.
 
     maxima: float32 [ceil(n / BLOCK)], the largest of each block.
     """
-    values, block_max = f32_at(logits, n), f32_at(maxima, (n + BLOCK - 1) // BLOCK)
-    best, ids = f32_at(out_logits, k), i32_at(out_ids, k)
     size = 0
     for block in range((n + BLOCK - 1) // BLOCK):
         # Later ids lose ties, so an equal logit cannot enter a full heap.
-        if size == k and not block_max[block] > best[0]:
+        if size == k and not load_f32(maxima, block) > load_f32(best, 0):
             continue
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             if size < k:
-                _sift_up(best, ids, size, values[i], i)
+                _sift_up(best, ids, size, load_f32(logits, i), i)
                 size += 1
-            elif values[i] > best[0]:
-                _sift_down(best, ids, k, values[i], i)
+            elif load_f32(logits, i) > load_f32(best, 0):
+                _sift_down(best, ids, k, load_f32(logits, i), i)
     for last in range(k - 1, 0, -1):
-        worst, worst_id = best[0], ids[0]
-        _sift_down(best, ids, last, best[last], ids[last])
-        best[last], ids[last] = worst, worst_id
+        worst, worst_id = load_f32(best, 0), load_i32(ids, 0)
+        _sift_down(best, ids, last, load_f32(best, last), int64(load_i32(ids, last)))
+        _place(best, ids, last, worst, worst_id)
 
 
-@njit(inline="always")
+@njit
+def _place(best, ids, at, value, index):
+    store_f32(best, at, value)
+    store_i32(ids, at, int32(index))
+
+
+@njit
 def _is_worse(value, index, other, other_index):
     return value < other or (value == other and index > other_index)
 
@@ -70,11 +74,12 @@ def _sift_up(best, ids, at, value, index):
     """Adds an element to the heap of `at` elements; its root is the worst."""
     while at > 0:
         parent = (at - 1) // 2
-        if not _is_worse(value, index, best[parent], ids[parent]):
+        above, above_id = load_f32(best, parent), int64(load_i32(ids, parent))
+        if not _is_worse(value, index, above, above_id):
             break
-        best[at], ids[at] = best[parent], ids[parent]
+        _place(best, ids, at, above, above_id)
         at = parent
-    best[at], ids[at] = value, index
+    _place(best, ids, at, value, index)
 
 
 @njit
@@ -83,10 +88,13 @@ def _sift_down(best, ids, size, value, index):
     at = 0
     while 2 * at + 1 < size:
         child = 2 * at + 1
-        if child + 1 < size and _is_worse(best[child + 1], ids[child + 1], best[child], ids[child]):
-            child += 1
-        if not _is_worse(best[child], ids[child], value, index):
+        below, below_id = load_f32(best, child), int64(load_i32(ids, child))
+        if child + 1 < size:
+            other, other_id = load_f32(best, child + 1), int64(load_i32(ids, child + 1))
+            if _is_worse(other, other_id, below, below_id):
+                child, below, below_id = child + 1, other, other_id
+        if not _is_worse(below, below_id, value, index):
             break
-        best[at], ids[at] = best[child], ids[child]
+        _place(best, ids, at, below, below_id)
         at = child
-    best[at], ids[at] = value, index
+    _place(best, ids, at, value, index)

@@ -1,0 +1,166 @@
+"""The step's attention: rotating, storing, and sharing chunks or rows among the members of the team."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+from numba import int64, njit
+
+from llamatrio.backends.cpu import tables as t
+from llamatrio.backends.cpu.attention import CHUNK
+from llamatrio.backends.cpu.call import call_kernel
+from llamatrio.backends.cpu.native import load_i32, load_i64
+from llamatrio.backends.cpu.products import share
+from llamatrio.backends.cpu.team import next_ticket
+
+
+@njit
+def _position(step, row):
+    return int64(load_i32(step[t.POSITIONS], row))
+
+
+@njit
+def rotate_and_store(step, layers, layer, member, n_members):
+    """Biases, head norms and rotary embedding on Q and K, and K and V into their cells, shared by heads."""
+    n_head, n_kv, head_dim = step[t.N_HEAD], step[t.N_HEAD_KV], step[t.HEAD_DIM]
+    n_heads = n_head + 2 * n_kv
+    first, last = share((step[t.N_ROWS] + step[t.N_PANEL]) * n_heads, member, n_members)
+    for unit in range(first, last):
+        row, head = unit // n_heads, unit % n_heads
+        x = step[t.QKV] + 4 * unit * head_dim
+        if head < n_head:
+            _bias_norm_rope(step, layers, layer, row, x, t.Q_BIAS, head, layers[layer, t.Q_NORM])
+            call_kernel(step[t.F_SCALE], x, head_dim, step[t.ATTN_SCALE])
+            if step[t.K_IS_Q8]:
+                out = step[t.QUERIES] + (row * n_head + head) * step[t.QUERY_BYTES]
+                call_kernel(step[t.F_QUANTIZE_QUERY], x, out, 1)
+        elif head < n_head + n_kv:
+            kv_head = head - n_head
+            _bias_norm_rope(step, layers, layer, row, x, t.K_BIAS, kv_head, layers[layer, t.K_NORM])
+            _store(step, step[t.F_STORE_K], layers[layer, t.K_POOL], step[t.K_STRIDE], step[t.K_IS_Q8], row, kv_head, x)
+        else:
+            kv_head = head - n_head - n_kv
+            if layers[layer, t.V_BIAS]:
+                call_kernel(step[t.F_ADD], x, layers[layer, t.V_BIAS] + 4 * kv_head * head_dim, head_dim)
+            _store(step, step[t.F_STORE_V], layers[layer, t.V_POOL], step[t.V_STRIDE], step[t.V_IS_Q8], row, kv_head, x)
+
+
+@njit
+def _bias_norm_rope(step, layers, layer, row, x, bias, head, norm):
+    head_dim = step[t.HEAD_DIM]
+    if layers[layer, bias]:
+        call_kernel(step[t.F_ADD], x, layers[layer, bias] + 4 * head * head_dim, head_dim)
+    if norm:
+        call_kernel(step[t.F_NORM], x, norm, x, head_dim, step[t.EPS])
+    table = layers[layer, t.ROPE_TABLE] + 4 * _position(step, row) * step[t.N_ROT]
+    call_kernel(step[t.F_ROPE], x, table, step[t.N_ROT])
+
+
+@njit
+def _store(step, kernel, pool, stride, is_q8, row, head, x):
+    head_dim, n_kv = step[t.HEAD_DIM], step[t.N_HEAD_KV]
+    cell = pool + int64(load_i32(step[t.CELLS], row)) * stride
+    if is_q8:
+        scales = cell + n_kv * head_dim + head * (head_dim // 32) * 2
+        call_kernel(kernel, x, cell + head * head_dim, scales, head_dim)
+    else:
+        call_kernel(kernel, x, cell + 2 * head * head_dim, head_dim)
+
+
+@njit
+def _first_position(layers, layer, position):
+    """The first position that a row at `position` sees."""
+    window = layers[layer, t.WINDOW]
+    return max(0, position + 1 - window) if window else 0
+
+
+@njit
+def _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, state):
+    """One chunk of one batch of heads of one row, into `state`."""
+    position = _position(step, row)
+    first = max(_first_position(layers, layer, position), chunk * CHUNK)
+    n = min(position + 1, (chunk + 1) * CHUNK) - first
+    head = kv_head * (step[t.N_HEAD] // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
+    if step[t.K_IS_Q8]:
+        query = step[t.QUERIES] + (row * step[t.N_HEAD] + head) * step[t.QUERY_BYTES]
+    else:
+        n_heads = step[t.N_HEAD] + 2 * step[t.N_HEAD_KV]
+        query = step[t.QKV] + 4 * (row * n_heads + head) * step[t.HEAD_DIM]
+    cells = load_i64(step[t.CELL_LISTS], row) + 4 * first
+    scratch = step[t.ATTN_SCRATCH] + member * step[t.PRIVATE_BYTES]
+    call_kernel(
+        batches[batch, t.B_KERNEL], query, layers[layer, t.K_POOL], layers[layer, t.V_POOL], cells, n, state,
+        scratch, step[t.K_STRIDE], step[t.V_STRIDE], kv_head, step[t.ATTN_CAP],
+    )  # fmt: skip
+
+
+@njit
+def attend_chunks(step, layers, layer, batches, member, n_members):
+    """The rows path's chunks into STATES, shared evenly; a row's states lie together, chunk after chunk."""
+    n_head, n_kv, n_batches = step[t.N_HEAD], step[t.N_HEAD_KV], len(batches)
+    group, per_chunk = n_head // n_kv, n_kv * n_batches
+    total = 0
+    for row in range(step[t.N_ROWS]):
+        total += _n_chunks(step, layers, layer, row) * per_chunk
+    first, last = share(total, member, n_members)
+    before, unit = 0, 0
+    for row in range(step[t.N_ROWS]):
+        n_chunks = _n_chunks(step, layers, layer, row)
+        first_chunk = _first_position(layers, layer, _position(step, row)) // CHUNK
+        for i in range(max(0, first - unit), min(n_chunks * per_chunk, last - unit)):
+            chunk, kv_head, batch = i // per_chunk, i % per_chunk // n_batches, i % n_batches
+            head = kv_head * group + batches[batch, t.B_FIRST_HEAD]
+            state = step[t.STATES] + ((before + chunk) * n_head + head) * step[t.STATE_BYTES]
+            _attend_chunk(step, layers, layer, batches, member, row, first_chunk + chunk, kv_head, batch, state)
+        unit += n_chunks * per_chunk
+        before += n_chunks
+
+
+@njit
+def _n_chunks(step, layers, layer, row):
+    position = _position(step, row)
+    return position // CHUNK - _first_position(layers, layer, position) // CHUNK + 1
+
+
+@njit
+def finish_chunks(step, layers, layer, member, row, out):
+    """A row's attention output from its states: float32 [n_head * head_dim] at `out`.
+
+    The states are shared and other members may read them as well: merge in a copy.
+    """
+    n_head, size = step[t.N_HEAD], step[t.N_HEAD] * step[t.STATE_BYTES]
+    before = 0
+    for earlier in range(row):
+        before += _n_chunks(step, layers, layer, earlier)
+    state = step[t.STATE_SCRATCH] + member * step[t.PRIVATE_BYTES]
+    source = step[t.STATES] + before * size
+    call_kernel(step[t.F_COPY], source, state, size // 4)
+    for chunk in range(1, _n_chunks(step, layers, layer, row)):
+        call_kernel(step[t.F_MERGE], state, source + chunk * size, n_head)
+    call_kernel(step[t.F_FINISH], state, out, n_head)
+
+
+@njit
+def attend_whole_rows(step, layers, layer, batches, member, first_row, n_rows):
+    """Rows [first_row, first_row + n_rows) into ATTN_OUT: whoever is free takes the next batch of heads of a row."""
+    n_kv, n_batches, head_dim = step[t.N_HEAD_KV], len(batches), step[t.HEAD_DIM]
+    group, per_row = step[t.N_HEAD] // n_kv, n_kv * n_batches
+    state = step[t.STATE_SCRATCH] + member * step[t.PRIVATE_BYTES]
+    part = state + group * step[t.STATE_BYTES]
+    while True:
+        unit = next_ticket(step[t.TEAM])
+        if unit >= n_rows * per_row:
+            return
+        # The last rows see most: take them first, so that nobody is left with a long one at the end.
+        row = first_row + n_rows - 1 - unit // per_row
+        kv_head, batch = unit % per_row // n_batches, unit % n_batches
+        position = _position(step, row)
+        first_chunk = _first_position(layers, layer, position) // CHUNK
+        for chunk in range(first_chunk, position // CHUNK + 1):
+            into = state if chunk == first_chunk else part
+            _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, into)
+            if chunk > first_chunk:
+                call_kernel(step[t.F_MERGE], state, part, batches[batch, t.B_HEADS])
+        head = kv_head * group + batches[batch, t.B_FIRST_HEAD]
+        out = step[t.ATTN_OUT] + 4 * (row * step[t.N_HEAD] + head) * head_dim
+        call_kernel(step[t.F_FINISH], state, out, batches[batch, t.B_HEADS])

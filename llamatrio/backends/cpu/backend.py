@@ -1,0 +1,219 @@
+"""The CPU backend: a model in one arena, a compute thread with its team, and a copy thread.
+
+Two queues, as the Backend protocol has them. *compute* is one thread, member 0 of the team, which runs the steps in
+order. *copy* is one thread of low priority, which moves cells to and from records while steps run. A gather waits
+for the step queued last before it, so it reads what those steps wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from llamatrio import config
+from llamatrio.backends.base import Gather, StagingBuffer
+from llamatrio.backends.cpu.arena import Arena, padded
+from llamatrio.backends.cpu.cells import CellPool, kv_layout
+from llamatrio.backends.cpu.levels import Level, current_level
+from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
+from llamatrio.backends.cpu.memory import available_bytes, check_memory
+from llamatrio.backends.cpu.plan import plan_rows
+from llamatrio.backends.cpu.scratch import MOST_CANDIDATES, ScratchPlan, plan_scratch
+from llamatrio.backends.cpu.step import compiled_step
+from llamatrio.backends.cpu.team import Team
+from llamatrio.backends.cpu.weights import check_weights, weights_bytes
+from llamatrio.errors import BackendError
+from llamatrio.model.arch import spec_from_gguf
+from llamatrio.model.gguf import GGUFFile, open_gguf
+from llamatrio.model.spec import KVLayout, KVType, ModelSpec
+from llamatrio.sched.types import Batch, Int32Array, StepOutput
+
+_COPY_NICENESS = 10
+
+
+class CpuBackend:
+    """A Backend (backends/base.py) on this machine's processor. Made by `open_cpu_backend`."""
+
+    def __init__(self, spec: ModelSpec, machine: Machine, team: Team, level: Level, max_rows: int) -> None:
+        self._spec, self._machine, self._team, self._level, self._max_rows = spec, machine, team, level, max_rows
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-compute")
+        self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy", initializer=_yield_to_steps)
+        self._last_step: Future[StepOutput] | None = None
+        self._is_closed = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._machine.pool.layout
+
+    @property
+    def n_cells(self) -> int:
+        return self._machine.pool.n_cells
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+    @property
+    def device(self) -> str:
+        return f"CPU, {self._level.name} kernels, {self._team.n_members} threads"
+
+    def forward(self, batch: Batch) -> Future[StepOutput]:
+        """Queues a step. Raises ValueError for a batch that does not fit the backend."""
+        self._check_open()
+        _check_batch(batch, self._spec, self._max_rows, self.n_cells)
+        self._last_step = self._compute.submit(self._run_step, batch)
+        return self._last_step
+
+    def gather_cells(self, cells: Int32Array, staging: StagingBuffer) -> Gather:
+        """Queues copying `cells` [n] into the first n records of `staging`, after the steps queued so far."""
+        wanted = self._checked_cells(cells, staging)
+        done = self._copy.submit(self._gather, wanted, staging, self._last_step)
+        return Gather(cells_free=done, landed=done)
+
+    def scatter_cells(self, staging: StagingBuffer, cells: Int32Array) -> Future[None]:
+        """Queues copying the first n records of `staging` into `cells` [n]."""
+        wanted = self._checked_cells(cells, staging)
+        return self._copy.submit(self._machine.pool.scatter, staging.records, wanted)
+
+    def new_staging(self, n_records: int) -> StagingBuffer:
+        """Ordinary memory: nothing needs pinning here."""
+        if n_records < 1:
+            raise ValueError(f"expected at least 1 record, not {n_records}")
+        return StagingBuffer(np.zeros((n_records, self.layout.record_bytes), np.uint8))
+
+    def close(self) -> None:
+        """Waits for what is queued. Idempotent; `open_cpu_backend` calls it on leaving."""
+        self._is_closed = True
+        self._compute.shutdown()
+        self._copy.shutdown()
+
+    def _run_step(self, batch: Batch) -> StepOutput:
+        started = time.perf_counter()
+        machine = self._machine
+        results = machine.load_batch(batch, plan_rows(batch, has_panels=machine.has_panels))
+        compiled_step()(machine.step, machine.layers, machine.matrices, machine.batches, self._team.address, 0)
+        return results.step_output(time.perf_counter() - started)
+
+    def _gather(self, cells: Int32Array, staging: StagingBuffer, after: Future[StepOutput] | None) -> None:
+        if after is not None:
+            after.exception()  # waits; a failed step leaves its own cells undefined and the others as they were
+        self._machine.pool.gather(cells, staging.records)
+
+    def _checked_cells(self, cells: Int32Array, staging: StagingBuffer) -> Int32Array:
+        self._check_open()
+        wanted = np.ascontiguousarray(cells, np.int32)
+        if wanted.ndim != 1 or len(wanted) > staging.capacity:
+            raise ValueError(f"expected at most {staging.capacity} cells, not {cells.shape}")
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.n_cells:
+            raise ValueError(f"expected cells below {self.n_cells}, not {wanted.min()} to {wanted.max()}")
+        if staging.records.shape[1:] != (self.layout.record_bytes,) or not staging.records.flags.c_contiguous:
+            raise ValueError(f"expected contiguous records of {self.layout.record_bytes} bytes")
+        return wanted
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BackendError("the CPU backend is closed")
+
+
+def _yield_to_steps() -> None:
+    """Makes the calling thread less urgent than the team, where the system has priorities per thread."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COPY_NICENESS)
+
+
+def _check_batch(batch: Batch, spec: ModelSpec, max_rows: int, n_cells: int) -> None:
+    n = batch.n_rows
+    if not 1 <= n <= max_rows:
+        raise ValueError(f"expected 1 to {max_rows} rows, not {n}")
+    if not len(batch.positions) == len(batch.lanes) == len(batch.cells) == n:
+        raise ValueError(f"expected {n} positions, lanes and cells")
+    if sum(run.n_rows for run in batch.runs) != n:
+        raise ValueError(f"expected runs that cover {n} rows, not {sum(run.n_rows for run in batch.runs)}")
+    if not 0 <= batch.tokens.min() <= batch.tokens.max() < spec.n_vocab:
+        raise ValueError(f"expected tokens below {spec.n_vocab}, not {batch.tokens.min()} to {batch.tokens.max()}")
+    if not 0 <= batch.positions.min() <= batch.positions.max() < min(n_cells, batch.cell_table.shape[1]):
+        raise ValueError(f"expected positions below {min(n_cells, batch.cell_table.shape[1])}")
+    if not 0 <= batch.cells.min() <= batch.cells.max() < n_cells:
+        raise ValueError(f"expected cells below {n_cells}, not {batch.cells.min()} to {batch.cells.max()}")
+    if batch.cell_table.dtype != np.int32 or batch.cell_table.strides[1] != 4:
+        raise ValueError("expected cell_table to be int32 with contiguous rows")
+    if not 1 <= batch.n_candidates <= min(MOST_CANDIDATES, spec.n_vocab):
+        raise ValueError(f"expected 1 to {MOST_CANDIDATES} candidates, not {batch.n_candidates}")
+
+
+@contextmanager
+def open_cpu_backend(
+    model: str | Path | GGUFFile,
+    spec: ModelSpec | None = None,
+    *,
+    n_cells: int,
+    n_lanes: int = 1,
+    type_k: KVType = "f16",
+    type_v: KVType = "f16",
+    n_threads: int = 0,
+    max_rows: int = 512,
+) -> Iterator[CpuBackend]:
+    """Loads a model for the processor; on leaving, waits for queued work and frees everything.
+
+    Args:
+        model: a path, or an open file (which the caller closes; it is not needed after loading).
+        spec: of the open file; None reads it.
+        n_cells: size of the KV pool.
+        n_lanes: sequences that may decode in one step.
+        n_threads: 0 takes the usable cores.
+        max_rows: most rows of one batch.
+
+    Raises:
+        ModelError: the file is damaged or asks for what the kernels do not have.
+        BackendError: not enough memory; the message says what would fit.
+        ValueError: an argument is out of range.
+    """
+    if n_cells < 1 or n_lanes < 1 or n_threads < 0 or max_rows < 1:
+        raise ValueError(f"expected counts of at least 1, not {n_cells=} {n_lanes=} {n_threads=} {max_rows=}")
+    n_threads, max_rows, level = n_threads or config.n_usable_cores(), max(max_rows, n_lanes), current_level()
+    with ExitStack() as stack:
+        file = model if isinstance(model, GGUFFile) else stack.enter_context(open_gguf(model))
+        spec = spec or spec_from_gguf(file)
+        check_spec(spec, type_k, type_v)
+        check_weights(file, spec)
+        layout = kv_layout(spec, type_k, type_v)
+        shapes = attention_shapes(spec, type_k, type_v, level)
+        scratch = plan_scratch(spec, shapes, n_cells=n_cells, max_rows=max_rows, n_threads=n_threads)
+        arena = stack.enter_context(Arena(_plan_memory(file, spec, layout, n_cells, scratch)))
+        pool = CellPool(layout, n_cells, arena.take(n_cells * layout.record_bytes), level)
+        team = stack.enter_context(Team(n_threads))
+        machine = build_machine(file, spec, arena, pool, shapes, scratch, team, level)
+        enter = compiled_step()
+        team.start(
+            lambda member: enter(machine.step, machine.layers, machine.matrices, machine.batches, team.address, member)
+        )
+        backend = CpuBackend(spec, machine, team, level, max_rows)
+        stack.callback(backend.close)
+        yield backend
+
+
+def _plan_memory(file: GGUFFile, spec: ModelSpec, layout: KVLayout, n_cells: int, scratch: ScratchPlan) -> int:
+    """Bytes of the whole arena. Raises BackendError where the machine does not have them."""
+    n_weights = weights_bytes(file)
+    n_rope = 2 * padded(4 * n_cells * spec.rope.n_dims)
+    n_scratch = scratch.n_bytes + n_rope
+    check_memory(
+        n_weights=n_weights,
+        n_scratch=n_scratch,
+        n_cells=n_cells,
+        cell_bytes=layout.record_bytes,
+        available=available_bytes(),
+    )
+    return n_weights + n_scratch + padded(n_cells * layout.record_bytes)

@@ -1,0 +1,111 @@
+"""The pool of KV cells in memory, and copying cells to and from records.
+
+The pool is layer-major, as attention reads it: for each layer the K rows of all cells, then the V rows. A record is
+one cell, token-major: layer 0's K row and V row, layer 1's, ... (KVLayout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatrio.backends.cpu.attention import row_bytes
+from llamatrio.backends.cpu.compile import compile_kernel, python_function
+from llamatrio.backends.cpu.levels import Level
+from llamatrio.backends.cpu.vector import Asm, Value, i8, i32, i64, vec
+from llamatrio.model.spec import KVLayout, KVType, ModelSpec
+from llamatrio.sched.types import Int32Array
+
+LAYOUT_NAME = "cpu-1"
+_SLICE = 64
+"""Cells copied per call: the copy thread comes up for air between slices."""
+
+
+def kv_layout(spec: ModelSpec, type_k: KVType, type_v: KVType) -> KVLayout:
+    """Record layout of this backend: rows of all kv heads, as attention.row_bytes gives them."""
+    return KVLayout(
+        LAYOUT_NAME,
+        spec.n_layer,
+        row_bytes(type_k, spec.n_head_kv, spec.head_dim),
+        row_bytes(type_v, spec.n_head_kv, spec.head_dim),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellPool:
+    """`n_cells` cells in `memory` (uint8, n_cells * layout.record_bytes)."""
+
+    layout: KVLayout
+    n_cells: int
+    memory: NDArray[np.uint8]
+    level: Level
+
+    def k_rows(self, layer: int) -> int:
+        """Address of the K rows of a layer."""
+        before = layer * (self.layout.k_row_bytes + self.layout.v_row_bytes)
+        return int(self.memory.ctypes.data) + before * self.n_cells
+
+    def v_rows(self, layer: int) -> int:
+        """Address of the V rows of a layer."""
+        return self.k_rows(layer) + self.layout.k_row_bytes * self.n_cells
+
+    def gather(self, cells: Int32Array, records: NDArray[np.uint8]) -> None:
+        """records[i] (uint8 [n, record_bytes]) = cell cells[i]. Runs without the GIL."""
+        self._copy(f"gather_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=False), cells, records)
+
+    def scatter(self, records: NDArray[np.uint8], cells: Int32Array) -> None:
+        """cell cells[i] = records[i]. Runs without the GIL."""
+        self._copy(f"scatter_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=True), cells, records)
+
+    @property
+    def _shape_name(self) -> str:
+        return f"{self.layout.n_layer}x{self.layout.k_row_bytes}x{self.layout.v_row_bytes}"
+
+    def _copy(self, name: str, emit: Callable[..., None], cells: Int32Array, records: NDArray[np.uint8]) -> None:
+        kernel = python_function(compile_kernel(name, emit, self.level), 5)
+        for first in range(0, len(cells), _SLICE):
+            part = cells[first : first + _SLICE]
+            at = records.ctypes.data + first * records.strides[0]
+            kernel(self.memory.ctypes.data, self.n_cells, at, part.ctypes.data, len(part))
+
+
+def _copy_cells(layout: KVLayout, *, to_pool: bool) -> Callable[..., None]:
+    """Emitter of (pool, n_cells, records, cells, n)."""
+    k_bytes, v_bytes = layout.k_row_bytes, layout.v_row_bytes
+
+    def emit(a: Asm, pool: Value, n_cells: Value, records: Value, cells: Value, n: Value) -> None:
+        pool, records, cells = a.pointer(pool), a.pointer(records), a.pointer(cells)
+
+        def one(i: Value, _: list[Value]) -> list[Value]:
+            cell = a.builder.zext(a.load(cells, a.mul(i, 4), i32), i64)
+            record = a.at(records, a.mul(i, layout.record_bytes))
+
+            def layer(j: Value, _: list[Value]) -> list[Value]:
+                rows = a.at(pool, a.mul(a.mul(j, k_bytes + v_bytes), n_cells))
+                k_row, v_row = a.mul(cell, k_bytes), a.add(a.mul(n_cells, k_bytes), a.mul(cell, v_bytes))
+                part = a.at(record, a.mul(j, k_bytes + v_bytes))
+                for row, at, size in ((k_row, 0, k_bytes), (v_row, k_bytes, v_bytes)):
+                    ends = a.at(rows, row), a.at(part, at)
+                    source, target = reversed(ends) if to_pool else ends
+                    _copy_bytes(a, source, target, size)
+                return []
+
+            a.loop(0, layout.n_layer, [], layer)
+            return []
+
+        a.loop(0, n, [], one)
+
+    return emit
+
+
+def _copy_bytes(a: Asm, source: Value, target: Value, size: int) -> None:
+    """Copies `size` bytes, a multiple of 16."""
+    at = 0
+    for step in (64, 16):
+        while at + step <= size:
+            a.store(a.load(source, at, vec(i8, step)), target, at)
+            at += step
+    assert at == size, "row sizes are multiples of 16 bytes"

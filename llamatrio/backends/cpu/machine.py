@@ -1,0 +1,250 @@
+"""Everything that the compiled step runs on: weights, cells and scratch in the arena, and the tables that name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatrio.backends.cpu import attention as att
+from llamatrio.backends.cpu import ops
+from llamatrio.backends.cpu import tables as t
+from llamatrio.backends.cpu.activations import bf16_rows_kernel, quantize_rows_kernel
+from llamatrio.backends.cpu.arena import Arena, padded
+from llamatrio.backends.cpu.attention import CHUNK, AttentionShape
+from llamatrio.backends.cpu.cells import CellPool
+from llamatrio.backends.cpu.compile import Emit, compile_kernel
+from llamatrio.backends.cpu.levels import Level
+from llamatrio.backends.cpu.linear import embed_kernel
+from llamatrio.backends.cpu.plan import Plan
+from llamatrio.backends.cpu.rope_table import RopeTable
+from llamatrio.backends.cpu.scratch import HEAD_ROWS, ScratchPlan, n_padded_logits
+from llamatrio.backends.cpu.team import Team
+from llamatrio.backends.cpu.weights import Int64Array, LoadedWeights, load_weights
+from llamatrio.errors import UnsupportedModelError
+from llamatrio.model.gguf import GGUFFile
+from llamatrio.model.quants import dequantize
+from llamatrio.model.spec import KVType, ModelSpec
+from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
+
+ROPE_FACTORS_NAME = "rope_freqs.weight"
+
+
+def check_spec(spec: ModelSpec, type_k: KVType, type_v: KVType) -> None:
+    """Raises UnsupportedModelError for sizes that the kernels cannot take."""
+    if spec.head_dim % 16:
+        raise UnsupportedModelError(f"the CPU needs a head size that is a multiple of 16, not {spec.head_dim}")
+    if "q8_0" in (type_k, type_v) and spec.head_dim % 32:
+        raise UnsupportedModelError(f"a q8_0 KV cache needs a head size of a multiple of 32, not {spec.head_dim}")
+    for name, n in (("n_embd", spec.n_embd), ("n_ff", spec.n_ff), ("n_head * head_dim", spec.n_head * spec.head_dim)):
+        if n % 32:
+            raise UnsupportedModelError(f"the CPU needs {name} to be a multiple of 32, not {n}")
+
+
+def attention_shapes(spec: ModelSpec, type_k: KVType, type_v: KVType, level: Level) -> list[AttentionShape]:
+    """The attention kernels of a group of query heads, in order of heads."""
+    group = spec.n_head // spec.n_head_kv
+    return [
+        AttentionShape(spec.head_dim, spec.n_head_kv, n, type_k, type_v, spec.attn_softcap > 0)
+        for n in att.head_batches(group, spec.head_dim, level)
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class StepResults:
+    """Where the step in flight leaves its results; read before the next step is loaded."""
+
+    top_ids: Int32Array
+    top_logits: FloatArray
+    log_sums: FloatArray
+    full: FloatArray
+    n_vocab: int
+
+    def step_output(self, seconds: float) -> StepOutput:
+        """A copy of the results."""
+        return StepOutput(
+            ids=self.top_ids.copy(),
+            logits=self.top_logits.copy(),
+            logsumexp=self.log_sums.copy(),
+            full=np.ascontiguousarray(self.full[:, : self.n_vocab]),
+            seconds=seconds,
+        )
+
+
+class Machine:
+    """The tables and the buffers behind them. Owned by the compute thread once it runs."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: CellPool,
+        loaded: LoadedWeights,
+        scratch: ScratchPlan,
+        batches: Int64Array,
+        step: Int64Array,
+        ropes: list[RopeTable],
+        buffers: dict[int, NDArray[np.uint8]],
+    ) -> None:
+        self.spec, self.pool, self.scratch = spec, pool, scratch
+        self.step, self.layers, self.matrices, self.batches = step, loaded.layers, loaded.matrices, batches
+        self.has_panels = loaded.has_panels
+        self._ropes = ropes
+        self._buffers = buffers
+
+    def load_batch(self, batch: Batch, plan: Plan) -> StepResults:
+        """Writes one step's work into the tables; the results are there once the step has run."""
+        order, n = plan.order, batch.n_rows
+        positions = batch.positions[order]
+        for rope in self._ropes:
+            rope.reach(int(positions.max()))
+        self._list(t.TOKENS, n)[:] = batch.tokens[order]
+        self._list(t.POSITIONS, n)[:] = positions
+        self._list(t.CELLS, n)[:] = batch.cells[order]
+        lists = self._buffers[t.CELL_LISTS].view(np.int64)[:n]
+        lists[:] = batch.cell_table.ctypes.data + batch.lanes[order].astype(np.int64) * batch.cell_table.strides[0]
+        self.step[t.N_ROWS], self.step[t.N_PANEL] = plan.n_rows, plan.n_panel
+        n_chunks = int((positions[: plan.n_rows] // CHUNK + 1).sum())
+        self.step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
+        return self._load_outputs(batch, order)
+
+    def _load_outputs(self, batch: Batch, order: Int32Array) -> StepResults:
+        n_out, k, n_logits = len(batch.out_rows), batch.n_candidates, int(self.step[t.N_LOGITS])
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order), dtype=np.int32)
+        self._list(t.OUT_ROWS, n_out)[:] = places[batch.out_rows]
+        full_places = self._list(t.FULL_PLACES, n_out)
+        full_places[:] = -1
+        full_places[batch.full_rows] = np.arange(len(batch.full_rows), dtype=np.int32)
+        full = np.empty((len(batch.full_rows), n_logits), np.float32)
+        self.step[t.FULL_OUT] = full.ctypes.data
+        self.step[t.N_OUT], self.step[t.N_TOP] = n_out, k
+        return StepResults(
+            self._list(t.TOP_IDS, n_out * k).reshape(n_out, k),
+            self._list(t.TOP_LOGITS, n_out * k).view(np.float32).reshape(n_out, k),
+            self._list(t.LOG_SUMS, n_out).view(np.float32),
+            full,
+            self.spec.n_vocab,
+        )
+
+    def _list(self, field: int, n: int) -> Int32Array:
+        return self._buffers[field].view(np.int32)[:n]
+
+
+def build_machine(
+    file: GGUFFile,
+    spec: ModelSpec,
+    arena: Arena,
+    pool: CellPool,
+    shapes: list[AttentionShape],
+    scratch: ScratchPlan,
+    team: Team,
+    level: Level,
+) -> Machine:
+    """Loads the weights and fills every table that does not change from step to step."""
+    loaded = load_weights(file, spec, arena, level)
+    ropes = _rope_tables(file, spec, arena, pool.n_cells)
+    for layer in range(spec.n_layer):
+        row = loaded.layers[layer]
+        row[t.K_POOL], row[t.V_POOL] = pool.k_rows(layer), pool.v_rows(layer)
+        row[t.ROPE_TABLE] = ropes[-1 if spec.is_windowed(layer) else 0].address
+        row[t.WINDOW] = spec.window if spec.is_windowed(layer) else 0
+    step = np.zeros(t.N_STEP_FIELDS, np.int64)
+    step[t.TEAM] = team.address
+    step[t.EMBEDDING], step[t.OUTPUT_NORM] = loaded.embedding, loaded.output_norm
+    _fill(step, _dimensions(spec, shapes[0], pool))
+    _fill(step, _kernels(spec, shapes[0], loaded, level))
+    buffers = {field: arena.take(size) for field, size in scratch.shared.items()}
+    _fill(step, {field: buffer.ctypes.data for field, buffer in buffers.items()})
+    _place_private(step, scratch, arena)
+    return Machine(spec, pool, loaded, scratch, _batches(shapes, level), step, ropes, buffers)
+
+
+def _fill(step: Int64Array, values: dict[int, int]) -> None:
+    for field, value in values.items():
+        step[field] = value
+
+
+def _rope_tables(file: GGUFFile, spec: ModelSpec, arena: Arena, n_positions: int) -> list[RopeTable]:
+    """One for all layers, or one for global layers and one for windowed layers."""
+    factors = None
+    if ROPE_FACTORS_NAME in file.tensors:
+        factors = dequantize(file.data(ROPE_FACTORS_NAME), file.tensors[ROPE_FACTORS_NAME].type).ravel()
+    n_tables = 2 if spec.rope.base_local else 1
+    tables = []
+    for i in range(n_tables):
+        rows = arena.take(4 * n_positions * spec.rope.n_dims).view(np.float32).reshape(n_positions, -1)
+        tables.append(RopeTable(spec.rope, factors, rows, windowed=i > 0))
+    return tables
+
+
+def _dimensions(spec: ModelSpec, shape: AttentionShape, pool: CellPool) -> dict[int, int]:
+    bits = ops.f32_bits
+    return {
+        t.N_LAYER: spec.n_layer,
+        t.N_EMBD: spec.n_embd,
+        t.N_FF: spec.n_ff,
+        t.N_HEAD: spec.n_head,
+        t.N_HEAD_KV: spec.n_head_kv,
+        t.HEAD_DIM: spec.head_dim,
+        t.N_ROT: spec.rope.n_dims,
+        t.N_VOCAB: spec.n_vocab,
+        t.N_LOGITS: n_padded_logits(spec),
+        t.HEAD_ROWS: HEAD_ROWS,
+        t.EPS: bits(spec.norm_eps),
+        t.EMBD_SCALE: bits(spec.embd_scale) if spec.embd_scale != 1 else 0,
+        t.ATTN_SCALE: bits(spec.attn_scale),
+        t.ATTN_CAP: bits(spec.attn_softcap),
+        t.FINAL_CAP: bits(spec.final_softcap),
+        t.K_STRIDE: pool.layout.k_row_bytes,
+        t.V_STRIDE: pool.layout.v_row_bytes,
+        t.K_IS_Q8: shape.type_k == "q8_0",
+        t.V_IS_Q8: shape.type_v == "q8_0",
+        t.QUERY_BYTES: att.query_bytes(shape.type_k, spec.head_dim),
+        t.STATE_BYTES: att.state_bytes(spec.head_dim),
+    }
+
+
+def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, level: Level) -> dict[int, int]:
+    d = spec.head_dim
+
+    def compiled(emit: Emit, name: str = "") -> int:
+        return compile_kernel(name or emit.__name__, emit, level)
+
+    return {
+        t.F_EMBED: embed_kernel(loaded.embedding_type, level),
+        t.F_QUANTIZE: quantize_rows_kernel(level),
+        t.F_BF16: bf16_rows_kernel(level),
+        t.F_SCALE: compiled(ops.scale),
+        t.F_ADD: compiled(ops.add),
+        t.F_COPY: compiled(ops.copy),
+        t.F_NORM: compiled(ops.rms_norm),
+        t.F_NORM_ADD: compiled(ops.rms_norm_add),
+        t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
+        t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
+        t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
+        t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
+        t.F_MERGE: compiled(att.merge_states(d), f"merge_states_{d}"),
+        t.F_FINISH: compiled(att.finish_states(d), f"finish_states_{d}"),
+        t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
+        t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
+        t.F_SCAN: compiled(ops.scan_logits),
+    }
+
+
+def _batches(shapes: list[AttentionShape], level: Level) -> Int64Array:
+    batches = np.zeros((len(shapes), t.N_BATCH_FIELDS), np.int64)
+    first = 0
+    for row, shape in zip(batches, shapes, strict=True):
+        row[t.B_KERNEL] = compile_kernel(shape.name, att.attend(shape), level)
+        row[t.B_FIRST_HEAD], row[t.B_HEADS] = first, shape.n_heads
+        first += shape.n_heads
+    return batches
+
+
+def _place_private(step: Int64Array, scratch: ScratchPlan, arena: Arena) -> None:
+    base = int(arena.take(scratch.n_threads * scratch.private_bytes).ctypes.data)
+    step[t.PRIVATE_BYTES] = scratch.private_bytes
+    for field, size in scratch.private.items():
+        step[field] = base
+        base += padded(size)

@@ -1,0 +1,61 @@
+"""How much memory there is, and a refusal that says what would fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from llamatrio.errors import BackendError
+
+MIB = 1 << 20
+
+
+def available_bytes() -> int | None:
+    """Bytes this process can take without swapping, or None where the system does not say.
+
+    Linux: MemAvailable of /proc/meminfo, and the control group's limit where it is tighter.
+    """
+    found = [_meminfo_available(), _cgroup_available()]
+    known = [n for n in found if n is not None]
+    if known:
+        return min(known)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_available() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def check_memory(*, n_weights: int, n_scratch: int, n_cells: int, cell_bytes: int, available: int | None) -> None:
+    """Raises BackendError, naming the number of cells that would fit, where the plan exceeds `available` bytes."""
+    if available is None:
+        return
+    fixed = n_weights + n_scratch
+    if fixed + n_cells * cell_bytes <= available:
+        return
+    need = (
+        f"the model needs {n_weights // MIB} MiB for weights, {n_scratch // MIB} MiB of scratch and "
+        f"{n_cells * cell_bytes // MIB} MiB for {n_cells} KV cells, but {available // MIB} MiB are available"
+    )
+    n_fit = (available - fixed) // cell_bytes
+    raise BackendError(f"{need}; {n_fit} cells would fit" if n_fit > 0 else f"{need}; no number of cells fits")

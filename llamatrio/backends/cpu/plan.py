@@ -1,0 +1,65 @@
+"""Which rows of a batch take which path, and the order in which the step sees them.
+
+The rule, for each run of consecutive positions: a prompt is cut at the multiples of BLOCK positions, and a piece of
+it takes the panel path if at least LEAST_PANEL_ROWS of its rows are in this batch; everything else, and every
+generated token, takes the rows path. The scheduler cuts prompts at multiples of BLOCK only, so the path that
+a position takes, and with it every bit of its result, does not depend on what else runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from llamatrio.sched.types import Batch, Int32Array
+
+BLOCK = 64
+"""Positions of a prompt that take the same path."""
+LEAST_PANEL_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PanelBlock:
+    """Consecutive positions of one sequence on the panel path: internal rows [row, row + n_rows)."""
+
+    row: int
+    n_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Internal row r is batch row order[r]; rows below n_rows take the rows path, n_panel after them the panel path."""
+
+    order: Int32Array
+    n_rows: int
+    n_panel: int
+    blocks: tuple[PanelBlock, ...]
+
+
+def plan_rows(batch: Batch, *, has_panels: bool) -> Plan:
+    """Orders the rows of `batch`. Without panels every row takes the rows path."""
+    rows: list[int] = []
+    panel: list[int] = []
+    sizes: list[int] = []
+    for run in batch.runs:
+        if run.is_decode or not has_panels:
+            rows.extend(range(run.row, run.row + run.n_rows))
+            continue
+        for first, last in _pieces(run.pos0, run.pos0 + run.n_rows):
+            piece = range(run.row + first - run.pos0, run.row + last - run.pos0)
+            if len(piece) >= LEAST_PANEL_ROWS:
+                panel.extend(piece)
+                sizes.append(len(piece))
+            else:
+                rows.extend(piece)
+    starts = len(rows) + np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]) if sizes else []
+    blocks = tuple(PanelBlock(int(row), size) for row, size in zip(starts, sizes, strict=True))
+    return Plan(np.array(rows + panel, np.int32), len(rows), len(panel), blocks)
+
+
+def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
+    """[start, stop) cut at the multiples of BLOCK."""
+    borders = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
+    return list(pairwise(borders))

@@ -1,0 +1,167 @@
+"""A model's weights in the arena: packed for the kernels, in the order in which a step reads them.
+
+The file is only mapped. Each tensor is packed straight from the mapping to its place (the packers hold no GIL, so
+two threads keep the disk and a core busy each), so the file's bytes exist once more in memory, packed, and not twice.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatrio.backends.cpu import tables as t
+from llamatrio.backends.cpu.arena import Arena, padded
+from llamatrio.backends.cpu.levels import Level
+from llamatrio.backends.cpu.linear import LinearKernels, linear_kernels
+from llamatrio.backends.cpu.pack import check_matrix, pack, packed_bytes
+from llamatrio.errors import ModelError, UnsupportedModelError
+from llamatrio.model.ggml_type import GGMLType
+from llamatrio.model.gguf import GGUFFile, TensorInfo
+from llamatrio.model.quants import dequantize
+from llamatrio.model.spec import ModelSpec
+
+Int64Array = NDArray[np.int64]
+
+EMBEDDING_NAME, HEAD_NAME, OUTPUT_NORM_NAME = "token_embd.weight", "output.weight", "output_norm.weight"
+_N_LOADERS = 2
+
+_MATRICES = {
+    t.Q: "attn_q.weight",
+    t.K: "attn_k.weight",
+    t.V: "attn_v.weight",
+    t.O: "attn_output.weight",
+    t.GATE: "ffn_gate.weight",
+    t.UP: "ffn_up.weight",
+    t.DOWN: "ffn_down.weight",
+}
+_VECTORS = {
+    t.ATTN_NORM: "attn_norm.weight",
+    t.Q_BIAS: "attn_q.bias",
+    t.K_BIAS: "attn_k.bias",
+    t.V_BIAS: "attn_v.bias",
+    t.Q_NORM: "attn_q_norm.weight",
+    t.K_NORM: "attn_k_norm.weight",
+    t.POST_ATTN_NORM: "post_attention_norm.weight",
+    t.FFN_NORM: "ffn_norm.weight",
+    t.POST_FFN_NORM: "post_ffw_norm.weight",
+}
+_OPTIONAL = {t.Q_BIAS, t.K_BIAS, t.V_BIAS, t.Q_NORM, t.K_NORM, t.POST_ATTN_NORM, t.POST_FFN_NORM}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Where everything lies. The arrays are tables of tables.py; the rest of `layers` is still 0."""
+
+    layers: Int64Array
+    matrices: Int64Array
+    embedding: int
+    embedding_type: GGMLType
+    output_norm: int
+    has_panels: bool
+    """Every matrix has a panel kernel."""
+
+
+def weights_bytes(file: GGUFFile) -> int:
+    """Bytes that the weights of `file` take from an arena."""
+    return sum(padded(_stored_bytes(tensor)) for tensor in file.tensors.values())
+
+
+def _stored_bytes(tensor: TensorInfo) -> int:
+    if len(tensor.shape) == 1:
+        return 4 * tensor.shape[0]
+    return packed_bytes(tensor.type, *tensor.shape)
+
+
+def check_weights(file: GGUFFile, spec: ModelSpec) -> None:
+    """Raises ModelError, naming the tensor, where the file lacks one or has one that the kernels do not know."""
+    for layer in range(spec.n_layer):
+        for name in _MATRICES.values():
+            _check_matrix(file, f"blk.{layer}.{name}")
+        for field, name in _VECTORS.items():
+            if field not in _OPTIONAL:
+                _find(file, f"blk.{layer}.{name}")
+    _find(file, OUTPUT_NORM_NAME)
+    _check_matrix(file, EMBEDDING_NAME)
+    if not spec.tied_head:
+        _check_matrix(file, HEAD_NAME)
+
+
+def _find(file: GGUFFile, name: str) -> TensorInfo:
+    if name not in file.tensors:
+        raise ModelError(f"{file.path}: tensor {name} is missing")
+    return file.tensors[name]
+
+
+def _check_matrix(file: GGUFFile, name: str) -> None:
+    tensor = _find(file, name)
+    if len(tensor.shape) != 2:
+        raise UnsupportedModelError(f"{file.path}: tensor {name} has {len(tensor.shape)} dimensions, not 2")
+    check_matrix(name, tensor.type, tensor.shape[1])
+
+
+def load_weights(file: GGUFFile, spec: ModelSpec, arena: Arena, level: Level) -> LoadedWeights:
+    """Packs all tensors of `file` into `arena`. `check_weights` must have passed."""
+    layers = np.zeros((spec.n_layer, t.N_LAYER_FIELDS), np.int64)
+    matrices = np.zeros((spec.n_layer * t.N_LAYER_MATRICES + 1, t.N_MATRIX_FIELDS), np.int64)
+    with ThreadPoolExecutor(_N_LOADERS, thread_name_prefix="llamatrio-load") as pool:
+        loader = _Loader(file, arena, level, pool)
+        for layer in range(spec.n_layer):
+            prefix = f"blk.{layer}."
+            for field, name in _VECTORS.items():
+                if prefix + name in file.tensors:
+                    layers[layer, field] = loader.vector(prefix + name)
+            for index, name in _MATRICES.items():
+                loader.matrix(prefix + name, matrices[layer * t.N_LAYER_MATRICES + index])
+        output_norm = loader.vector(OUTPUT_NORM_NAME)
+        head = EMBEDDING_NAME if spec.tied_head else HEAD_NAME
+        loader.matrix(head, matrices[-1])
+        embedding = int(matrices[-1, t.M_ADDRESS])
+        if not spec.tied_head:
+            embedding = loader.place(EMBEDDING_NAME)
+        loader.finish()
+    has_panels = bool(matrices[:-1, t.M_PANEL_KERNEL].all())
+    return LoadedWeights(layers, matrices, embedding, file.tensors[EMBEDDING_NAME].type, output_norm, has_panels)
+
+
+class _Loader:
+    """Places tensors one after another and packs them in the pool's threads."""
+
+    def __init__(self, file: GGUFFile, arena: Arena, level: Level, pool: ThreadPoolExecutor) -> None:
+        self.file, self.arena, self.level, self.pool = file, arena, level, pool
+        self.pending: list[Future[None]] = []
+        self.kernels: dict[GGMLType, LinearKernels] = {}
+
+    def vector(self, name: str) -> int:
+        """Address of a one-dimensional tensor as f32."""
+        values = dequantize(self.file.data(name), self.file.tensors[name].type).ravel()
+        place = self.arena.take(values.nbytes)
+        place.view(np.float32)[:] = values
+        return int(place.ctypes.data)
+
+    def place(self, name: str) -> int:
+        """Address at which a matrix is being packed."""
+        tensor = self.file.tensors[name]
+        place = self.arena.take(packed_bytes(tensor.type, *tensor.shape))
+        self.pending.append(self.pool.submit(pack, tensor.type, self.file.data(name), place, level=self.level))
+        return int(place.ctypes.data)
+
+    def matrix(self, name: str, row: Int64Array) -> None:
+        """Fills a row of the table of matrices."""
+        tensor = self.file.tensors[name]
+        if tensor.type not in self.kernels:
+            self.kernels[tensor.type] = linear_kernels(tensor.type, self.level)
+        kernels = self.kernels[tensor.type]
+        row[t.M_ADDRESS] = self.place(name)
+        row[t.M_GROUPS] = -(-tensor.shape[0] // 16)
+        row[t.M_K] = tensor.shape[1]
+        row[t.M_ROWS_KERNEL] = kernels.rows
+        row[t.M_PANEL_KERNEL] = kernels.panel or 0
+        row[t.M_TAKES_Q8] = kernels.rows_form == "q8"
+
+    def finish(self) -> None:
+        """Waits for the packing; raises what it raised."""
+        for future in self.pending:
+            future.result()
