@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llamatrio.sched.types import SamplingParams
+
 MIB = 1 << 20
 
 
@@ -34,10 +36,14 @@ class ServerConfig:
     """Any of these opens the door; none set leaves it open."""
     ssl_cert_file: str | None = None
     ssl_key_file: str | None = None
+    scope_salt: bytes = field(default=b"", repr=False)
+    """Mixed into the cache scopes derived from the keys; keep it where cached entries outlive the process."""
     alias: str | None = None
     """The model's name in answers; None takes the file's own."""
     api_prefix: str = ""
     """Path that all routes start with, as "/llm"; no slash at its end."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """What a request gets that does not say."""
     metrics: bool = False
     slots: bool = True
     sse_ping_interval: float = 30.0

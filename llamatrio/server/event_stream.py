@@ -1,0 +1,57 @@
+"""The body of a streamed answer: the events of its generations, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from llamatrio.errors import LlamatrioError
+from llamatrio.server.failures import error_body
+from llamatrio.server.ports import Finished, Generation, TokenEvent, is_finished
+from llamatrio.server.results import failure_of
+from llamatrio.server.service import Job, Start
+from llamatrio.server.stream import event
+
+
+class ChoiceWriter(Protocol):
+    """Writes what one generation makes as server-sent events."""
+
+    def piece(self, item: TokenEvent) -> bytes:
+        """The event for new tokens; nothing when there is nothing to tell yet."""
+        ...
+
+    def closing(self, finished: Finished) -> bytes:
+        """The event that says how it ended."""
+        ...
+
+
+NewWriter = Callable[[int, Job, Generation], ChoiceWriter]
+Ending = Callable[[Sequence[Finished]], bytes]
+
+
+async def stream_jobs(
+    start: Start, jobs: Sequence[Job], first: Generation, new_writer: NewWriter, ending: Ending
+) -> AsyncIterator[bytes]:
+    """All jobs' events, then what `ending` makes of their results; a failure is the stream's last event.
+
+    `first` is the first job's generation, started while a refusal could still be a status. The others start in
+    turn: at once would leave them with a reader that takes nothing, and the engine cancels such streams.
+    """
+    done: list[Finished] = []
+    try:
+        for index, job in enumerate(jobs):
+            generation = start(job) if index else first
+            writer = new_writer(index, job, generation)
+            async for item in generation:
+                if is_finished(item):
+                    if (failure := failure_of(item)) is not None:
+                        raise failure
+                    done.append(item)
+                    yield writer.closing(item)
+                elif chunk := writer.piece(item):
+                    yield chunk
+    except LlamatrioError as error:
+        yield event(error_body(error))
+        return
+    if last := ending(done):
+        yield last

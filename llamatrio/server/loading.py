@@ -1,0 +1,79 @@
+"""Answers while the model loads: the port is open at once, and clients are told to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import trio
+from quart_trio import QuartTrio
+
+from llamatrio.errors import OverloadedError
+from llamatrio.server.app import create_app
+from llamatrio.server.failures import error_body
+from llamatrio.server.ports import Engine
+from llamatrio.server.serve import serve
+from llamatrio.server.settings import ServerConfig
+from llamatrio.server.stream import to_json
+
+_LOADING = to_json(error_body(OverloadedError("Loading model")))
+_HEADERS = [
+    (b"content-type", b"application/json; charset=utf-8"),
+    (b"content-length", str(len(_LOADING)).encode()),
+    (b"retry-after", b"1"),
+]
+
+
+class LoadingGate:
+    """An ASGI app that answers 503 until it is given the app to pass requests to."""
+
+    def __init__(self) -> None:
+        self.app: QuartTrio | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": _LOADING, "more_body": False})
+
+
+async def _live(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def serve_while_loading(
+    opening: AbstractAsyncContextManager[Engine],
+    settings: ServerConfig,
+    shutdown: trio.Event,
+    *,
+    new_app: Callable[[Engine, ServerConfig], QuartTrio] = create_app,
+    task_status: trio.TaskStatus[tuple[str, ...]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Listens first, then opens the engine, and serves it until `shutdown`.
+
+    The engine is closed after the last stream has ended. What `opening` or the engine raises comes out, and the
+    server ends at once. A shutdown during loading abandons it at the next checkpoint.
+    """
+    gate = LoadingGate()
+    served = trio.Event()
+
+    async def run(*, task_status: trio.TaskStatus[tuple[str, ...]]) -> None:
+        await serve(gate, settings, shutdown, task_status=task_status)
+        served.set()
+        if gate.app is None:
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(run)
+        async with opening as engine:
+            gate.app = new_app(engine, settings)
+            task_status.started(urls)
+            await served.wait()

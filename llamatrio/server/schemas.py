@@ -1,0 +1,257 @@
+"""Request bodies: what is accepted, what is refused, and by what name an error calls the field.
+
+Rules. A field that is null counts as absent. Unknown fields are ignored, as llama-server does. A field that would
+change the answer in a way that we do not offer is refused unless it asks for nothing: an answer never silently
+lacks a constraint that its request had. Numbers are what JSON says: true is not 1, and 1.0 is no integer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from llamatrio.errors import RequestError
+from llamatrio.sched.types import SamplingParams
+
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0)]
+TokenLimit = Annotated[int, Meta(ge=-2)]
+MAX_PROBS = 256
+"""Most tokens that a position's report may list."""
+MAX_TOP_LOGPROBS = 20
+
+B = TypeVar("B", bound=Struct)
+
+
+class StreamOptions(Struct):
+    """OpenAI's stream_options."""
+
+    include_usage: bool | None = None
+
+
+class Unoffered(Struct, kw_only=True):
+    """Fields that constrain or multiply the answer in ways that we do not offer."""
+
+    grammar: Any = None
+    json_schema: Any = None
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    n: Any = None
+    n_cmpl: Any = None
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+    lora: Any = None
+    audio: Any = None
+    continue_final_message: Any = None
+    mirostat: Any = None
+    dry_multiplier: Any = None
+    xtc_probability: Any = None
+    typical_p: Any = None
+    top_n_sigma: Any = None
+    dynatemp_range: Any = None
+    adaptive_target: Any = None
+    t_max_predict_ms: Any = None
+    n_indent: Any = None
+
+
+# What asks for nothing, next to null.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "grammar": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "n": (1,),
+    "n_cmpl": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "lora": ([],),
+    "continue_final_message": (False,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "top_n_sigma": (0, -1),
+    "dynatemp_range": (0,),
+    "adaptive_target": (-1,),
+    "t_max_predict_ms": (-1, 0),
+    "n_indent": (0,),
+}
+
+
+class GenerationBody(Unoffered, kw_only=True):
+    """What all generating routes take."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n_predict: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    max_tokens: TokenLimit | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    seed: int | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Any = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    cache_prompt: bool | None = None
+    id_slot: Annotated[int, Meta(ge=-1)] | None = None
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    sse_ping_interval: Annotated[int, Meta(ge=-1)] | None = None
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens to make; -1 means until the context is full."""
+        for limit in (self.n_predict, self.max_completion_tokens, self.max_tokens):
+            if limit is not None:
+                return max(limit, -1)
+        return -1
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the generation; empty ones mean nothing."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(word for word in given if word)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /completion and /v1/completions."""
+
+    prompt: Any = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    response_fields: list[str] | None = None
+
+    @property
+    def probs(self) -> int:
+        """How many likely tokens to report at each position."""
+        return self.logprobs or 0 if self.n_probs is None else self.n_probs
+
+
+class Conversation(Protocol):
+    """The part of a body that becomes a chat's prompt."""
+
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool | None
+
+
+class TemplateBody(Unoffered, kw_only=True):
+    """POST /apply-template."""
+
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def probs(self) -> int:
+        """How many likely tokens to ask for; one at least where logprobs are wanted at all."""
+        return max(1, self.top_logprobs or 0) if self.logprobs else 0
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize."""
+
+    content: Any = ""
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: Any = msgspec.field(default_factory=list)
+
+
+def decode_body(data: bytes, kind: type[B]) -> B:
+    """The body as `kind`. Raises RequestError naming the field."""
+    try:
+        text = data.decode("utf-8")
+        body = msgspec.json.decode(text, type=kind)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: byte {error.start} is wrong") from None
+    except msgspec.ValidationError as error:
+        raise _wrong_field(error) from None
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    if isinstance(body, Unoffered):
+        _refuse_unoffered(body)
+    return body
+
+
+def _wrong_field(error: msgspec.ValidationError) -> RequestError:
+    message = str(error)
+    if place := re.search(r" - at `\$\.?(.*)`$", message):
+        return RequestError(f"{place[1]}: {_lower(message[: place.start()])}", field=place[1])
+    if missing := re.match(r"Object missing required field `(.*)`$", message):
+        return RequestError(f"{missing[1]}: the field is required", field=missing[1])
+    return RequestError(_lower(message))
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _refuse_unoffered(body: Unoffered) -> None:
+    for name in Unoffered.__struct_fields__:
+        value = getattr(body, name)
+        if value is not None and not _is_one_of(value, _NEUTRAL.get(name, ())):
+            raise RequestError(f"{name}: this server does not offer it", field=name)
+
+
+def _is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
+    return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in options)
+
+
+_SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+    "frequency_penalty", "ignore_eos", "min_tokens", "post_sampling_probs",
+)  # fmt: skip
+
+
+def sampling_params(
+    body: GenerationBody, defaults: SamplingParams, *, n_probs: int, logit_bias: tuple[tuple[int, float], ...]
+) -> SamplingParams:
+    """The body's sampling fields over the server's defaults. A negative seed means a random one."""
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    if body.seed is not None:
+        given["seed"] = body.seed if body.seed >= 0 else None
+    if logit_bias:
+        given["logit_bias"] = logit_bias
+    return replace(defaults, n_probs=n_probs, **given)
