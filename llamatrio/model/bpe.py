@@ -28,14 +28,21 @@ class ByteLevelBPE:
     """GPT-2's scheme, with the words that a pre-tokenizer cuts."""
 
     def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], rule: PreTokenizer) -> None:
-        model = BPE(_encodable(vocabulary, merges), merges, ignore_merges=rule.ignore_merges)
+        texts = _encodable(vocabulary, merges)
+        # A byte that the vocabulary lacks (Falcon: vertical tab) has no id, but what stands around it must not merge.
+        # It gets an id past the last one here, which `encode` leaves out.
+        lacking = [character for character in byte_alphabet() if character not in texts]
+        self._n_tokens = vocabulary.n_tokens
+        self._lacks_bytes = bool(lacking)
+        texts |= {character: vocabulary.n_tokens + i for i, character in enumerate(lacking)}
         cuts = [Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-        self._machine = Machine(model)
+        self._machine = Machine(BPE(texts, merges, ignore_merges=rule.ignore_merges))
         self._machine.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text."""
-        return list(self._machine.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = self._machine.encode(text, add_special_tokens=False).ids
+        return [id for id in ids if id < self._n_tokens] if self._lacks_bytes else ids
 
 
 class CharacterBPE:

@@ -46,6 +46,11 @@ def test_byte_level_decoding_gives_back_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special=False, parse_special=False)) == text
 
 
+def test_a_byte_that_the_vocabulary_lacks_still_keeps_its_neighbours_apart() -> None:
+    texts = ["no byte" if text == "~" else text for text in tiny_vocabulary()["tokenizer.ggml.tokens"]]
+    assert spelled(bpe(tokens=texts), "i~n in") == ["i", "n", "Ġ", "in"]
+
+
 def test_pre_tokenizers_differ_in_digits() -> None:  # B31
     digits = {"merges": ["2 0", "20 2", "202 4"], "tokens": None}
     vocabulary = tiny_vocabulary()
