@@ -49,7 +49,7 @@ class RawBlocks:
         self.asm = asm
         self.rows = rows
 
-    def words(self, offset: int) -> Value:
+    def words(self, offset: Offset) -> Value:
         """The 4 bytes at `offset`, as 16 x i32."""
         return self._gather(offset, i32)
 
@@ -61,7 +61,7 @@ class RawBlocks:
         """The byte at `offset`, as 16 x i8."""
         return self._gather(offset, i8)
 
-    def _gather(self, offset: int, element: object) -> Value:
+    def _gather(self, offset: Offset, element: object) -> Value:
         lanes = self.asm.zero(vec(element))
         for n, row in enumerate(self.rows):
             lanes = self.asm.builder.insert_element(lanes, self.asm.load(row, offset, element), self.asm.int32(n))
@@ -107,6 +107,10 @@ class Format(ABC):
     def block_bytes(self) -> int:
         """Bytes of head and tiles: 16 GGUF blocks in packed form."""
         return self.head_bytes + self.n_tiles * self.tile_bytes
+
+    def row_bytes(self, asm: Asm, k: Value) -> Value:
+        """Bytes that `k` weights (an i64) of a group take."""
+        return asm.mul(asm.div(k, 32 * self.n_tiles), self.block_bytes)
 
     # ---- what a type defines
 

@@ -27,6 +27,10 @@ class FloatFormat(ABC):
     def tile_bytes(self) -> int:
         return 32 * ROWS * block_shape(self.type).n_bytes
 
+    def row_bytes(self, asm: Asm, k: Value) -> Value:
+        """Bytes that `k` weights (an i64) of a group take."""
+        return asm.mul(asm.div(k, 32), self.tile_bytes)
+
     @abstractmethod
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
         """Packs 32 k of 16 rows to base + offset."""
@@ -40,8 +44,11 @@ class _F32(FloatFormat):
     __slots__ = ()
 
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
-        for k in range(32):
-            asm.store(raw.words(4 * k), base, asm.add(offset, 64 * k))
+        def one(k: Value, _: list[Value]) -> list[Value]:
+            asm.store(raw.words(asm.mul(k, 4)), base, asm.add(offset, asm.mul(k, 64)))
+            return []
+
+        asm.loop(0, 32, [], one)
 
     def load_pair(self, asm: Asm, base: Value, offset: Offset, pair: int) -> tuple[Value, Value]:
         at = asm.add(offset, 128 * pair)
@@ -53,10 +60,14 @@ class _F16(FloatFormat):
 
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
         b = asm.builder
-        for pair in range(16):
-            word, at = raw.words(4 * pair), asm.add(offset, 64 * pair)
+
+        def one(pair: Value, _: list[Value]) -> list[Value]:
+            word, at = raw.words(asm.mul(pair, 4)), asm.add(offset, asm.mul(pair, 64))
             asm.store(b.trunc(word, vi16), base, at)
             asm.store(b.trunc(b.lshr(word, asm.splat_int(16)), vi16), base, asm.add(at, 32))
+            return []
+
+        asm.loop(0, 16, [], one)
 
     def load_pair(self, asm: Asm, base: Value, offset: Offset, pair: int) -> tuple[Value, Value]:
         at = asm.add(offset, 64 * pair)
@@ -67,8 +78,11 @@ class _BF16(FloatFormat):
     __slots__ = ()
 
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
-        for pair in range(16):
-            asm.store(raw.words(4 * pair), base, asm.add(offset, 64 * pair))
+        def one(pair: Value, _: list[Value]) -> list[Value]:
+            asm.store(raw.words(asm.mul(pair, 4)), base, asm.add(offset, asm.mul(pair, 64)))
+            return []
+
+        asm.loop(0, 16, [], one)
 
     def load_pair(self, asm: Asm, base: Value, offset: Offset, pair: int) -> tuple[Value, Value]:
         b = asm.builder

@@ -41,6 +41,8 @@ class Level:
     """Fused multiply-add is an instruction; without it a * b + c rounds twice."""
     has_f16: bool = True
     """f16 <-> f32 are instructions; without them they are bit operations."""
+    has_bf16: bool = False
+    """f32 -> bf16 is an instruction (x86)."""
     has_amx: bool = False
     n_vectors: int = 32
     """Registers of 16 x f32 that the tiles may count on."""
@@ -61,6 +63,7 @@ _X86_LEVELS: tuple[tuple[frozenset[str], Level], ...] = (
             "x86-64-v4",
             "+avx512vnni,+avx512bf16,+amx-tile,+amx-bf16,-prefer-256-bit",
             "vnni",
+            has_bf16=True,
             has_amx=True,
         ),
     ),

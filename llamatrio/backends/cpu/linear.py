@@ -26,7 +26,7 @@ from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.pack import FORMATS
-from llamatrio.backends.cpu.panel import group_stride, panel_kernel
+from llamatrio.backends.cpu.panel import panel_kernel
 from llamatrio.backends.cpu.rows import float_rows, for_each_tile, quantized_rows
 from llamatrio.backends.cpu.vector import Asm, Value, vi32
 from llamatrio.model.ggml_type import GGMLType
@@ -105,5 +105,5 @@ def _embed_float(made: FloatFormat) -> Emit:
 
 def _group_and_lane(asm: Asm, made: Format | FloatFormat, w: Value, row: Value, k: Value) -> tuple[Value, Value]:
     """Where the group of row `row` starts, and the row's lane (i32) in it."""
-    group = asm.at(asm.pointer(w), asm.mul(asm.div(row, ROWS), group_stride(asm, made, k)))
+    group = asm.at(asm.pointer(w), asm.mul(asm.div(row, ROWS), made.row_bytes(asm, k)))
     return group, asm.builder.trunc(asm.builder.and_(row, asm.int64(ROWS - 1)), asm.int32(0).type)

@@ -1,29 +1,53 @@
 """The panel kernels: many rows at once, on AMX tiles.
 
-The weights of 32 columns (two groups) are dequantized once to bf16, in pairs of k as the tiles want them, and
-multiplied with all rows; each 32 rows x 32 columns of the output are four tiles of f32, accumulated over k without
-leaving the tile registers. Every row is summed in the same order, wherever it stands.
+A panel is 32 columns of the output (two groups). Loops, from the outside: up to 8 panels; a chunk of up to 1,024 k,
+whose weights are dequantized to bf16 in pairs of k, as the tiles want them; 32 rows; the panels. So the weights of
+the inner loops (512 KB) and the 32 rows of x (64 KB) are read from the second-level cache, and an output of 32 x 32
+is four tiles that stay in registers over the chunk. From chunk to chunk they are kept in `out` as f32, which loses
+nothing. Every row is summed in the same order, wherever it stands and however many there are.
 
-Scratch: two dequantized groups (64 k bytes), then 32 x 32 f32 for output that must not be stored whole.
+At the edges (fewer than 32 rows left, or one group) the tiles go through 4 KB of scratch instead.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
 from llamatrio.backends.cpu.rows import PREFETCH, for_each_tile
-from llamatrio.backends.cpu.vector import Asm, Value, vf32, vi32
-from llamatrio.model.ggml_type import GGMLType
+from llamatrio.backends.cpu.vector import Asm, Value, vf32
 
+CHUNK = 2048
+"""Values of k that are dequantized at a time; a multiple of every type's block."""
+PANELS = 8
 TILE = 1024
 """Bytes of an AMX tile: 16 rows of 64."""
-_SPARE = 32 * 32 * 4
+_EDGE_STRIDE = 128
+_EDGE_BYTES = 32 * _EDGE_STRIDE
 
 
 def scratch_bytes(k: int) -> int:
     """Bytes of scratch that a panel kernel needs for rows of `k` weights."""
-    return 2 * ROWS * k * 2 + _SPARE
+    return PANELS * 2 * ROWS * min(k, CHUNK) * 2 + _EDGE_BYTES
+
+
+class _Product(NamedTuple):
+    """The arguments of the kernel, and where they have got to."""
+
+    x: Value
+    """The chunk's first tile of row 0."""
+    x_stride: Value
+    """Bytes from 16 rows of x to the next."""
+    out: Value
+    ld_out: Value
+    edge: Value
+    m: Value
+    n_steps: Value
+    """Steps of 32 k in the chunk."""
+    is_first: Value
+    """The chunk starts the sum."""
 
 
 def panel_kernel(made: Format | FloatFormat) -> Emit:
@@ -41,47 +65,63 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
         g0: Value,
         g1: Value,
     ) -> None:
-        weights, source, target, room = (asm.pointer(a) for a in (w, x, out, scratch))
-        size = group_stride(asm, made, k)
-        panel_bytes = asm.mul(k, 2 * ROWS)
-        spare = asm.at(room, asm.mul(panel_bytes, 2))
+        weights, source, target, edge = (asm.pointer(a) for a in (w, x, out, scratch))
+        room = asm.at(edge, _EDGE_BYTES)
+        group_stride = made.row_bytes(asm, k)
         asm.tile_config()
 
-        def panel(g: Value, _: list[Value]) -> list[Value]:
-            has_second = asm.less(asm.add(g, 1), g1)
-            first = _dequantized(asm, made, asm.at(weights, asm.mul(g, size)), room, k)
-            beside = asm.at(weights, asm.mul(asm.select(has_second, asm.add(g, 1), g), size))
-            second = _dequantized(asm, made, beside, asm.at(room, panel_bytes), k)
-            out_columns = asm.at(target, asm.mul(g, 4 * ROWS))
-            _multiply(asm, source, (first, second), out_columns, spare, m, k, ld_out, has_second)
+        def panels(first: Value, _: list[Value]) -> list[Value]:
+            last = asm.minimum(g1, asm.add(first, 2 * PANELS))
+
+            def chunk(at: Value, _: list[Value]) -> list[Value]:
+                length = asm.minimum(asm.builder.sub(k, at), asm.int64(CHUNK))
+                group_bytes = asm.mul(length, 2 * ROWS)
+
+                def dequantize(g: Value, _: list[Value]) -> list[Value]:
+                    start = asm.at(weights, asm.add(asm.mul(g, group_stride), made.row_bytes(asm, at)))
+                    place = asm.at(room, asm.mul(asm.builder.sub(g, first), group_bytes))
+                    _dequantize(asm, made, start, place, length)
+                    return []
+
+                asm.loop(first, last, [], dequantize)
+                steps = asm.div(length, 32)
+                product = _Product(
+                    x=asm.at(source, asm.mul(asm.div(at, 32), TILE)),
+                    x_stride=asm.mul(asm.div(k, 32), TILE),
+                    out=asm.at(target, asm.mul(first, 4 * ROWS)),
+                    ld_out=ld_out,
+                    edge=edge,
+                    m=m,
+                    n_steps=steps,
+                    is_first=asm.equal(at, 0),
+                )
+                _multiply(asm, product, room, asm.builder.sub(last, first))
+                return []
+
+            asm.loop(0, k, [], chunk, step=CHUNK)
             return []
 
-        asm.loop(g0, g1, [], panel, step=2)
+        asm.loop(g0, g1, [], panels, step=2 * PANELS)
         asm.tile_release()
 
     return emit
 
 
-def group_stride(asm: Asm, made: Format | FloatFormat, k: Value) -> Value:
-    if isinstance(made, FloatFormat):
-        return asm.mul(asm.div(k, 32), made.tile_bytes)
-    return asm.mul(asm.div(k, 32 * made.n_tiles), made.block_bytes)
+# ---- weights to bf16
 
 
-def _dequantized(asm: Asm, made: Format | FloatFormat, weights: Value, room: Value, k: Value) -> Value:
-    """One group as bf16 [k / 2][16][2]: written to `room`, or where it already is."""
+def _dequantize(asm: Asm, made: Format | FloatFormat, weights: Value, room: Value, k: Value) -> None:
+    """k weights of one group to bf16 [k / 2][16][2] at `room`."""
     if isinstance(made, FloatFormat):
-        if made.type == GGMLType.BF16:
-            return weights
-        _convert_group(asm, made, weights, room, k)
+        _convert_floats(asm, made, weights, room, k)
     else:
-        _dequantize_group(asm, made, weights, room, k)
-    return room
+        _dequantize_codes(asm, made, weights, room, k)
 
 
-def _convert_group(asm: Asm, made: FloatFormat, weights: Value, room: Value, k: Value) -> None:
+def _convert_floats(asm: Asm, made: FloatFormat, weights: Value, room: Value, k: Value) -> None:
     def tile(i: Value, _: list[Value]) -> list[Value]:
         offset = asm.mul(i, made.tile_bytes)
+        asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
         for pair in range(16):
             even, odd = made.load_pair(asm, weights, offset, pair)
             asm.store(asm.bf16_pairs(even, odd), room, asm.add(asm.mul(i, TILE), 64 * pair), align=64)
@@ -90,20 +130,13 @@ def _convert_group(asm: Asm, made: FloatFormat, weights: Value, room: Value, k: 
     asm.loop(0, asm.div(k, 32), [], tile)
 
 
-def _dequantize_group(asm: Asm, made: Format, weights: Value, room: Value, k: Value) -> None:
-    b = asm.builder
-
+def _dequantize_codes(asm: Asm, made: Format, weights: Value, room: Value, k: Value) -> None:
     def step(offset: Value, index: Value, head: list[Value], carried: list[Value]) -> list[Value]:
-        for line in range(0, made.tile_bytes, 64):
-            asm.prefetch(weights, asm.add(offset, PREFETCH + line))
+        asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
         codes, scales, minima = made.unpack(asm, weights, offset, head)
         for v, quad in enumerate(codes):
-            lanes = asm.bitcast(quad, vi32)
             half = v * len(scales) // 8
-            values = []
-            for c in range(4):
-                code = b.and_(b.lshr(lanes, asm.splat_int(8 * c)), asm.splat_int(0xFF))
-                values.append(asm.fma(scales[half], asm.to_f32(code), minima[half]))
+            values = [asm.fma(scales[half], code, minima[half]) for code in asm.bytes_to_f32(quad)]
             at = asm.add(asm.mul(index, TILE), 128 * v)
             asm.store(asm.bf16_pairs(values[0], values[1]), room, at, align=64)
             asm.store(asm.bf16_pairs(values[2], values[3]), room, asm.add(at, 64), align=64)
@@ -112,64 +145,90 @@ def _dequantize_group(asm: Asm, made: Format, weights: Value, room: Value, k: Va
     for_each_tile(asm, made, weights, k, [], step)
 
 
-def _multiply(
-    asm: Asm,
-    x: Value,
-    panels: tuple[Value, Value],
-    out: Value,
-    spare: Value,
-    m: Value,
-    k: Value,
-    ld_out: Value,
-    has_second: Value,
-) -> None:
-    """out[m][32] = x times the two panels; the second panel's columns only if has_second."""
-    row_tile_bytes = asm.mul(asm.div(k, 32), TILE)
-    whole = asm.builder.and_(m, asm.int64(-32))
+# ---- the product
 
-    def full(row: Value, _: list[Value]) -> list[Value]:
-        top = asm.at(out, asm.mul(row, ld_out))
-        bottom = asm.at(top, asm.mul(ld_out, 16))
-        _tiles(asm, asm.at(x, asm.mul(asm.div(row, 16), row_tile_bytes)), row_tile_bytes, panels, k)
-        asm.tile_store(0, top, ld_out)
-        asm.tile_store(2, bottom, ld_out)
-        with asm.when(has_second):
-            asm.tile_store(1, asm.at(top, 64), ld_out)
-            asm.tile_store(3, asm.at(bottom, 64), ld_out)
-        return []
 
-    asm.loop(0, whole, [], full, step=32)
-    with asm.when(asm.less(whole, m)):
-        _tiles(asm, asm.at(x, asm.mul(asm.div(whole, 16), row_tile_bytes)), row_tile_bytes, panels, k)
-        for tile, at in enumerate((0, 64, 16 * 128, 16 * 128 + 64)):
-            asm.tile_store(tile, asm.at(spare, at), asm.int64(128))
+def _multiply(asm: Asm, p: _Product, room: Value, n_groups: Value) -> None:
+    """out[m][16 n_groups] (+)= the chunk of x times the groups dequantized in `room`."""
+    group_bytes = asm.mul(p.n_steps, TILE)
+    n_whole = asm.builder.and_(n_groups, asm.int64(-2))
 
-        def copy(row: Value, _: list[Value]) -> list[Value]:
-            source, target = asm.mul(asm.builder.sub(row, whole), 128), asm.mul(row, ld_out)
-            asm.store(asm.load(spare, source, vf32), out, target)
-            with asm.when(has_second):
-                asm.store(asm.load(spare, asm.add(source, 64), vf32), out, asm.add(target, 64))
+    def rows(row: Value, _: list[Value]) -> list[Value]:
+        n_rows = asm.minimum(asm.builder.sub(p.m, row), asm.int64(32))
+        x = asm.at(p.x, asm.mul(asm.div(row, 16), p.x_stride))
+        out = asm.at(p.out, asm.mul(row, p.ld_out))
+        is_whole = asm.equal(n_rows, 32)
+
+        def panel(g: Value, _: list[Value]) -> list[Value]:
+            weights, columns = asm.at(room, asm.mul(g, group_bytes)), asm.at(out, asm.mul(g, 4 * ROWS))
+            with asm.choose(is_whole) as (whole, edge):
+                with whole:
+                    _tiles(asm, p, x, weights, group_bytes, columns, p.ld_out)
+                with edge:
+                    _edge(asm, p, x, weights, group_bytes, columns, n_rows, n_vectors=2)
             return []
 
-        asm.loop(whole, m, [], copy)
+        asm.loop(0, n_whole, [], panel, step=2)
+        with asm.when(asm.less(n_whole, n_groups)):  # the second group's columns are computed from the first's weights
+            weights, columns = asm.at(room, asm.mul(n_whole, group_bytes)), asm.at(out, asm.mul(n_whole, 4 * ROWS))
+            _edge(asm, p, x, weights, asm.int64(0), columns, n_rows, n_vectors=1)
+        return []
+
+    asm.loop(0, p.m, [], rows, step=32)
 
 
-def _tiles(asm: Asm, x: Value, row_tile_bytes: Value, panels: tuple[Value, Value], k: Value) -> None:
-    """Tiles 0, 1 (16 rows) and 2, 3 (the next 16) = 32 rows at x times the two panels."""
-    below = asm.at(x, row_tile_bytes)
-    for tile in range(4):
-        asm.tile_zero(tile)
+def _edge(
+    asm: Asm,
+    p: _Product,
+    x: Value,
+    weights: Value,
+    group_bytes: Value,
+    out: Value,
+    n_rows: Value,
+    n_vectors: int,
+) -> None:
+    """As _tiles, but only n_rows rows and 16 n_vectors columns of the output are read and written."""
+
+    def copy(source: Value, source_stride: Value, target: Value, target_stride: Value) -> None:
+        def row(r: Value, _: list[Value]) -> list[Value]:
+            for at in range(0, 64 * n_vectors, 64):
+                value = asm.load(source, asm.add(asm.mul(r, source_stride), at), vf32)
+                asm.store(value, target, asm.add(asm.mul(r, target_stride), at))
+            return []
+
+        asm.loop(0, n_rows, [], row)
+
+    stride = asm.int64(_EDGE_STRIDE)
+    copy(out, p.ld_out, p.edge, stride)
+    _tiles(asm, p, x, weights, group_bytes, p.edge, stride)
+    copy(p.edge, stride, out, p.ld_out)
+
+
+def _tiles(asm: Asm, p: _Product, x: Value, weights: Value, group_bytes: Value, out: Value, ld_out: Value) -> None:
+    """out[32][32] (+)= 32 rows of x times two groups. Tiles: 0 1 / 2 3 the output, 4 / 5 x, 6 7 the weights."""
+    below, beside = asm.at(x, p.x_stride), asm.at(weights, group_bytes)
+    lower = asm.at(out, asm.mul(ld_out, 16))
+    corners = (out, asm.at(out, 64), lower, asm.at(lower, 64))
+    with asm.choose(p.is_first) as (first, later):
+        with first:
+            for tile in range(4):
+                asm.tile_zero(tile)
+        with later:
+            for tile, corner in enumerate(corners):
+                asm.tile_load(tile, corner, ld_out)
 
     def step(i: Value, _: list[Value]) -> list[Value]:
         at = asm.mul(i, TILE)
         asm.tile_load(4, asm.at(x, at))
-        asm.tile_load(6, asm.at(panels[0], at))
+        asm.tile_load(6, asm.at(weights, at))
         asm.tile_dot_bf16(0, 4, 6)
-        asm.tile_load(7, asm.at(panels[1], at))
+        asm.tile_load(7, asm.at(beside, at))
         asm.tile_dot_bf16(1, 4, 7)
         asm.tile_load(5, asm.at(below, at))
         asm.tile_dot_bf16(2, 5, 6)
         asm.tile_dot_bf16(3, 5, 7)
         return []
 
-    asm.loop(0, asm.div(k, 32), [], step)
+    asm.loop(0, p.n_steps, [], step)
+    for tile, corner in enumerate(corners):
+        asm.tile_store(tile, corner, ld_out)

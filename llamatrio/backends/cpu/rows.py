@@ -82,16 +82,12 @@ def _cut_rows(
 def quantized_rows(made: Format) -> Emit:
     """The rows kernel of a quantized type; x in the form q8."""
 
-    def group_bytes(asm: Asm, k: Value) -> Value:
-        return asm.mul(asm.div(k, 32 * made.n_tiles), made.block_bytes)
-
     def tile(asm: Asm, n_rows: int, weights: Value, x: Value, k: Value, out: Value, ld_out: Value) -> None:
         ld_x = asm.mul(k, BLOCK_BYTES // BLOCK)
         rows = [asm.at(x, asm.mul(ld_x, r)) for r in range(n_rows)]
 
         def step(offset: Value, index: Value, head: list[Value], acc: list[Value]) -> list[Value]:
-            for line in range(0, made.tile_bytes, 64):
-                asm.prefetch(weights, asm.add(offset, PREFETCH + line))
+            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
             unpacked = made.unpack(asm, weights, offset, head)
             at = asm.mul(index, BLOCK_BYTES)
             return [_add_product(asm, made, unpacked, asm.at(row, at), a) for row, a in zip(rows, acc, strict=True)]
@@ -100,7 +96,7 @@ def quantized_rows(made: Format) -> Emit:
         for r, total in enumerate(acc):
             asm.store(total, out, asm.mul(ld_out, r))
 
-    return _limited(lambda max_tile: emit_rows(group_bytes, BLOCK_BYTES // BLOCK, max_tile, tile), n_vectors_a_row=1)
+    return _limited(lambda max_tile: emit_rows(made.row_bytes, BLOCK_BYTES // BLOCK, max_tile, tile), n_vectors_a_row=1)
 
 
 def for_each_tile(
@@ -148,32 +144,31 @@ def _add_product(asm: Asm, made: Format, w: Unpacked, record: Value, acc: Value)
 
 
 def float_rows(made: FloatFormat) -> Emit:
-    """The rows kernel of F32, F16 or BF16; x in the form f32. Even and odd k are summed apart, to halve the latency."""
+    """The rows kernel of F32, F16 or BF16; x in the form f32.
 
-    def group_bytes(asm: Asm, k: Value) -> Value:
-        return asm.mul(asm.div(k, 32), made.tile_bytes)
+    Even and odd k are summed apart: two chains of fma hide more of their latency than one.
+    """
 
     def tile(asm: Asm, n_rows: int, weights: Value, x: Value, k: Value, out: Value, ld_out: Value) -> None:
         ld_x = asm.mul(k, 4)
         rows = [asm.at(x, asm.mul(ld_x, r)) for r in range(n_rows)]
 
         def step(i: Value, acc: list[Value]) -> list[Value]:
-            offset, at = asm.mul(i, made.tile_bytes), asm.mul(i, 4 * 32)
-            for line in range(0, made.tile_bytes, 64):
-                asm.prefetch(weights, asm.add(offset, PREFETCH + line))
+            offset, at = asm.mul(i, made.tile_bytes // 4), asm.mul(i, 4 * 8)
+            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes // 4)
             acc = list(acc)
-            for pair in range(16):
+            for pair in range(4):
                 for parity, weight in enumerate(made.load_pair(asm, weights, offset, pair)):
                     for r, row in enumerate(rows):
                         value = asm.load_splat(row, asm.add(at, 4 * (2 * pair + parity)), f32)
                         acc[2 * r + parity] = asm.fma(weight, value, acc[2 * r + parity])
             return acc
 
-        acc = asm.loop(0, asm.div(k, 32), [asm.zero(vf32)] * (2 * n_rows), step)
+        acc = asm.loop(0, asm.div(k, 8), [asm.zero(vf32)] * (2 * n_rows), step)
         for r in range(n_rows):
             asm.store(asm.fadd(acc[2 * r], acc[2 * r + 1]), out, asm.mul(ld_out, r))
 
-    return _limited(lambda max_tile: emit_rows(group_bytes, 4, max_tile, tile), n_vectors_a_row=2)
+    return _limited(lambda max_tile: emit_rows(made.row_bytes, 4, max_tile, tile), n_vectors_a_row=2)
 
 
 def _limited(make: Callable[[int], Emit], n_vectors_a_row: int) -> Emit:

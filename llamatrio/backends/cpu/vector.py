@@ -33,6 +33,22 @@ i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 f16, f32 = ir.HalfType(), ir.FloatType()
 pointer = ir.PointerType()
 
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no type hints
+    """LLVM's bfloat, which llvmlite lacks; only ever a result that is bitcast at once."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_bfloat = _BFloat()
+
 LANES = 16
 
 
@@ -107,6 +123,11 @@ class Asm:
         locality = {"L1": 3, "L2": 2}[into]
         self._void("llvm.prefetch.p0", self.at(base, offset), self.int32(0), self.int32(locality), self.int32(1))
 
+    def prefetch_lines(self, base: Value, offset: Offset, n_bytes: int) -> None:
+        """Asks for n_bytes (a Python int) from base + offset on into L2."""
+        for line in range(0, n_bytes, 64):
+            self.prefetch(base, self.add(offset, line))
+
     # ---- i64 arithmetic (Python ints are taken as constants)
 
     def add(self, *terms: Offset) -> Offset:
@@ -179,6 +200,16 @@ class Asm:
         """Code in the block runs only if the i1 `condition` holds."""
         with self.builder.if_then(condition):
             yield
+
+    @contextmanager
+    def choose(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+        """Gives two contexts: code in the first runs if the i1 `condition` holds, in the second if not."""
+        with self.builder.if_else(condition) as branches:
+            yield branches
+
+    def equal(self, a: Value, b: int) -> Value:
+        """The i1 a == b, of i64."""
+        return self.builder.icmp_signed("==", a, self.int64(b))
 
     def less(self, a: Value, b: Offset) -> Value:
         """The i1 a < b, of signed i64."""
@@ -375,6 +406,11 @@ class Asm:
     def bf16_pairs(self, even: Value, odd: Value) -> Value:
         """Lane i holds bf16(even[i]) in its low half and bf16(odd[i]) in its high half (16 x i32)."""
         b = self.builder
+        if self.level.has_bf16:
+            both = self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(_bfloat, 2 * LANES), odd, even)
+            words = self.bitcast(both, vec(i16, 2 * LANES))
+            interleaved = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
+            return self.bitcast(self.shuffle(words, words, interleaved), vi32)
         low = b.lshr(self.bf16_high_bits(even), self.splat_int(16))
         return b.or_(low, b.and_(self.bf16_high_bits(odd), self.splat_int(0xFFFF0000)))
 
@@ -396,6 +432,12 @@ class Asm:
         elif n < 0:
             lanes = self.builder.shl(lanes, self.splat_int(-n))
         return self.bytes_and(self.bitcast(lanes, vbytes), mask)
+
+    def bytes_to_f32(self, v: Value) -> list[Value]:
+        """Byte c of each of the 16 lanes (unsigned) as 16 x f32, for c = 0..3."""
+        lanes = self.bitcast(v, vi32)
+        shifted = [self.builder.lshr(lanes, self.splat_int(8 * c)) for c in range(4)]
+        return [self.to_f32(self.builder.and_(lane, self.splat_int(0xFF))) for lane in shifted]
 
     def lookup16(self, table: Sequence[int], v: Value) -> Value:
         """table[byte] for each of 64 bytes below 16; the table has 16 entries of one byte."""
@@ -519,9 +561,9 @@ class Asm:
         """Clears tile `tile` (a Python int, as in all tile operations)."""
         self._void("llvm.x86.tilezero", _tile(tile))
 
-    def tile_load(self, tile: int, base: Value) -> None:
-        """Loads a tile from 1,024 consecutive bytes."""
-        self._void("llvm.x86.tileloadd64", _tile(tile), base, self.int64(64))
+    def tile_load(self, tile: int, base: Value, stride: Value = None) -> None:
+        """Loads 16 rows of 64 bytes, `stride` bytes (i64; default 64) apart."""
+        self._void("llvm.x86.tileloadd64", _tile(tile), base, self.int64(64) if stride is None else stride)
 
     def tile_store(self, tile: int, base: Value, stride: Value) -> None:
         """Stores 16 rows of 64 bytes, `stride` bytes (i64) apart."""
