@@ -87,6 +87,10 @@ class Scheduler:
         """In order of arrival; holders of a lane."""
         self.n_preempted = 0
         self.n_steps = 0
+        self._n_retired = 0
+        self._is_short = False
+        """Somebody who runs did not get the cells it needs: nobody is admitted (a preempted sequence would come
+        back to the cells it was just sent away from)."""
         self._free_lanes = list(range(limits.n_parallel))
         self._in_flight: list[tuple[Sequence, Run]] = []
         self._out: list[Sequence] = []
@@ -133,15 +137,21 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step's batch, or None when nothing can run now."""
         assert not self._in_flight
-        self._admit(now)
-        planned = Planned()
-        for seq in list(self.running):  # may shrink on the way, by preemption
-            if self._is_runnable(seq) and seq.is_decoding:
-                self._plan_decode(planned, seq, now)
-        self._plan_prompts(planned, now)
-        if not planned.runs:
-            return None
-        return self._batch(planned)
+        while True:
+            n_retired = self._n_retired
+            if not (self._is_short and self.running):
+                self._admit(now)
+            self._is_short = False
+            planned = Planned()
+            for seq in list(self.running):  # may shrink on the way, by preemption
+                if self._is_runnable(seq) and seq.is_decoding:
+                    self._plan_decode(planned, seq, now)
+            self._plan_prompts(planned, now)
+            if planned.runs:
+                return self._batch(planned)
+            if self._n_retired == n_retired:
+                return None
+            # Somebody had to go and nobody runs yet: the lanes and cells that became free are for those who wait.
 
     def update(self, output: StepOutput, now: float) -> list[NewToken]:
         """Takes a step's result: advances the sequences, chooses their tokens, and ends those that are done."""
@@ -282,35 +292,43 @@ class Scheduler:
         return seq.status is Status.RUNNING and not seq.is_paused
 
     def _plan_decode(self, planned: Planned, seq: Sequence, now: float) -> None:
-        while (room := self._reserve(1)) == "full":
-            victim = self._youngest()
-            if victim is seq and len(self.running) == 1:
-                self.finish(seq, "length", now)
-                return
-            self._preempt(victim, now)
-            if victim is seq:
-                return
+        while (room := self._reserve(1)) == "full" and self._take_from_youngest(seq, now):
+            pass
         if room == "ok":
             self._plan(planned, seq, 1, is_decode=True)
+        else:
+            self._is_short = True
+
+    def _take_from_youngest(self, seq: Sequence, now: float) -> bool:
+        """Preempts the youngest for `seq`; False when that is itself: it waits, or ends if it is alone."""
+        victim = self._youngest()
+        if victim is not seq:
+            self._preempt(victim, now)
+            return True
+        if len(self.running) == 1:
+            self.finish(seq, "length", now)
+        return False
 
     def _plan_prompts(self, planned: Planned, now: float) -> None:
         limit = min(self.limits.n_batch - planned.n_rows, self.limits.n_ubatch)
         budget = self.pace.prompt_rows(n_decode=planned.n_rows, limit=limit, piece=PIECE)
         for seq in [s for s in self.running if self._is_runnable(s) and not s.is_decoding]:
             n = _piece(seq.n_past, seq.n_pending, budget)
-            if n == 0:
-                return  # first come, first started: nobody overtakes the one that does not fit
-            room = self._reserve(n)
-            if room == "ok":
-                self._plan(planned, seq, n, is_decode=False)
-                budget -= n
-            elif room == "full" and len(self.running) == 1 and not planned.runs:
-                self.finish(seq, "length", now)
-            elif room == "full" and not planned.runs:
-                self._preempt(self._youngest(), now)
+            if not self._is_runnable(seq):
+                continue  # preempted for one that came before
+            # First come, first started: nobody overtakes the one that does not fit.
+            if n == 0 or not self._make_room_for_prompt(planned, seq, n, now):
                 return
-            else:
-                return
+            self._plan(planned, seq, n, is_decode=False)
+            budget -= n
+
+    def _make_room_for_prompt(self, planned: Planned, seq: Sequence, n: int, now: float) -> bool:
+        """A prompt waits for cells as long as anybody else makes progress; only then does it take them."""
+        while (room := self._reserve(n)) == "full" and not planned.runs:
+            if not self._take_from_youngest(seq, now):
+                break
+        self._is_short = room != "ok"
+        return room == "ok"
 
     def _plan(self, planned: Planned, seq: Sequence, n: int, *, is_decode: bool) -> None:
         assert seq.lane is not None
@@ -386,6 +404,7 @@ class Scheduler:
             self._unlock(seq)
             if self.limits.save_when_idle and (ticket := self.cache.begin_save(idle)) is not None:
                 self._jobs.append(ticket)
+        self._n_retired += 1
         self.running.remove(seq)
         self._free_lanes.append(seq.lane)
         self._free_lanes.sort()
