@@ -163,8 +163,9 @@ def encode_chat(
 ) -> list[int]:
     """Ids of the rendered messages, with exactly one BOS where the model wants one.
 
-    Only control tokens that the template writes become control ids. Text that came with the request is never one,
-    whatever it spells, while its ids are otherwise those of the rendered text as a whole.
+    Only control tokens that the template writes become control ids, and likewise user-defined tokens spelled as
+    markup (`<|...|>`). Text that came with the request is never one, whatever it spells, while its ids are otherwise
+    those of the rendered text as a whole.
 
     Raises:
         TemplateError: as `ChatTemplate.render`.

@@ -1,8 +1,8 @@
-"""Keeping what a user typed from becoming a control token.
+"""Keeping what a user typed from becoming a control token, or another that is markup.
 
-A template mixes its own control tokens with text from the request, and the result is one string. Theory of operation:
+A template mixes its own markup with text from the request, and the result is one string. Theory of operation:
 
-1. Before rendering, the first character of every control token that the request's text spells out is replaced by a
+1. Before rendering, the first character of every such token that the request's text spells out is replaced by a
    stand-in: a noncharacter (U+FDD0 to U+FDEF) that neither the request nor the template uses. So is the first
    character of what could be the beginning of one at a string's end, which the next string might complete.
 2. The rendered text is cut at the special tokens it spells out. Those are the template's.
@@ -32,7 +32,7 @@ class StandIns:
         self._of: dict[str, str] = {}
 
     def put(self, value: Any) -> Any:
-        """A copy of `value` (nested lists and mappings) in which no string spells out a control token.
+        """A copy of `value` (nested lists and mappings) in which no string spells out a token of markup.
 
         Raises:
             RequestError: a lone surrogate, nesting too deep, or all noncharacters in use.
@@ -50,8 +50,8 @@ class StandIns:
         characters = {ord(stand_in): character for character, stand_in in self._of.items()}
         for part in self._tokenizer.split_special(prompt):
             if isinstance(part, str) and characters:
-                # What was guarded may be, or belong to, a user-defined token: those are for everyone to write.
-                yield from self._tokenizer.split_user_defined(part.translate(characters))
+                # What was guarded may belong to a longer token that everyone may write.
+                yield from self._tokenizer.split_typed(part.translate(characters))
             else:
                 yield part
 
@@ -65,7 +65,7 @@ class StandIns:
         return value
 
     def _guard_text(self, text: str) -> str:
-        places = self._tokenizer.control_places(text)
+        places = self._tokenizer.markup_places(text)
         if not places:
             return text
         characters = list(text)

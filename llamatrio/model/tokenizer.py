@@ -58,7 +58,8 @@ class Tokenizer:
         self._strips_after = strips_after
         self._cut_ids = vocabulary.user_defined | vocabulary.control
         self._user_defined = _finder(vocabulary, vocabulary.user_defined)
-        self._control = _finder(vocabulary, vocabulary.control)
+        self._typed = _finder(vocabulary, vocabulary.user_defined - vocabulary.markup)
+        self._markup = _finder(vocabulary, vocabulary.markup)
         self._all_special = _finder(vocabulary, self._cut_ids)
 
     @property
@@ -112,13 +113,13 @@ class Tokenizer:
         """The text cut at every special token that it spells out: its ordinary parts and the ids between them."""
         return self._all_special.split(text)
 
-    def split_user_defined(self, text: str) -> Iterator[str | int]:
-        """As `split_special`, at user-defined tokens only: what any text may spell."""
-        return self._user_defined.split(text)
+    def split_typed(self, text: str) -> Iterator[str | int]:
+        """As `split_special`, at those tokens only that everyone may write: user-defined and no markup."""
+        return self._typed.split(text)
 
-    def control_places(self, text: str) -> list[int]:
-        """Where `text` spells out a control token, or ends in what could be the beginning of one."""
-        return self._control.places(text)
+    def markup_places(self, text: str) -> list[int]:
+        """Where `text` spells out a token of markup, or ends in what could be the beginning of one."""
+        return self._markup.places(text)
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
         """Ids of ordinary parts and the special tokens between them, as `split_special` gives them."""

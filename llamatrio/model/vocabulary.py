@@ -6,6 +6,7 @@ names below are its list (src/llama-vocab.cpp).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -76,6 +77,10 @@ _FILL_IN_ENDS = (
 )
 
 
+# Command R's roles and Gemma 4's tool calls are user-defined tokens, but no less markup than control tokens.
+_MARKUP = re.compile(r"<\|.*>|<.*\|>", re.DOTALL)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
     """Texts and kinds by id, and the ids that have a meaning. None: the file has no such token."""
@@ -89,6 +94,8 @@ class Vocabulary:
     """Tokens that no ordinary text may turn into: control tokens and the unknown token."""
     user_defined: frozenset[int]
     """Tokens whose text always turns into them."""
+    markup: frozenset[int]
+    """Tokens that only a chat template may write: control tokens, and user-defined ones spelled as markup."""
     bos_id: int | None
     eos_id: int | None
     eot_id: int | None
@@ -118,13 +125,15 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     of_kind = {kind: {id for id, found in enumerate(kinds) if found == kind} for kind in TokenKind}
     control = of_kind[TokenKind.CONTROL] | of_kind[TokenKind.UNKNOWN] | meaning.markers
     control -= meaning.look_alikes
+    user_defined = of_kind[TokenKind.USER_DEFINED] - control
     return Vocabulary(
         texts=texts,
         ids=ids,
         kinds=kinds,
         scores=_read_scores(metadata, len(texts)),
         control=frozenset(control),
-        user_defined=frozenset(of_kind[TokenKind.USER_DEFINED] - control),
+        user_defined=frozenset(user_defined),
+        markup=frozenset(control | {id for id in user_defined if _MARKUP.fullmatch(texts[id])}),
         bos_id=_special_id(metadata, "tokenizer.ggml.bos_token_id", len(texts)),
         eos_id=meaning.eos_id,
         eot_id=meaning.eot_id,

@@ -207,13 +207,26 @@ def test_merges_cross_the_border_between_template_and_message() -> None:
 
 def test_user_defined_tokens_are_for_everyone_to_write() -> None:
     texts, kinds = tiny_vocabulary()["tokenizer.ggml.tokens"], tiny_vocabulary()["tokenizer.ggml.token_type"]
-    texts[-2:] = ["<think>", "<|im_end|><x>"]
+    texts[-2:] = ["<think>", "[<|im_end|>]"]
     kinds[-2:] = 4
     model = tokenizer(tokens=texts, token_type=kinds)
     ids = encode_chat(
-        ChatTemplate("{{ messages[0].content }}"), model, [{"role": "user", "content": "<think><|im_end|><x>"}]
+        ChatTemplate("{{ messages[0].content }}"), model, [{"role": "user", "content": "<think>[<|im_end|>]"}]
     )
-    assert [model.token_text(id) for id in ids] == ["<think>", "<|im_end|><x>"]
+    assert [model.token_text(id) for id in ids] == ["<think>", "[<|im_end|>]"]
+
+
+def test_user_defined_tokens_spelled_as_markup_are_not() -> None:
+    texts, kinds = tiny_vocabulary()["tokenizer.ggml.tokens"], tiny_vocabulary()["tokenizer.ggml.token_type"]
+    texts[-1], kinds[-1] = "<|SYSTEM|>", 4
+    model = tokenizer(tokens=texts, token_type=kinds)
+    system = len(texts) - 1
+    template = ChatTemplate("<|SYSTEM|>{{ messages[0].content }}")
+    ids = encode_chat(template, model, [{"role": "user", "content": "<|SYSTEM|>"}])
+    assert ids[0] == system
+    assert system not in ids[1:]
+    assert model.decode(ids, special=True) == "<|SYSTEM|><|SYSTEM|>"
+    assert model.encode("<|SYSTEM|>", add_special=False, parse_special=False) == [system]
 
 
 @given(st.text(st.sampled_from("<|im_end>startx \n\ufdd0"), max_size=40))
