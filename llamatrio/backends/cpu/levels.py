@@ -45,7 +45,9 @@ class Level:
     """f32 -> bf16 is an instruction (x86)."""
     has_amx: bool = False
     n_vectors: int = 32
-    """Registers of 16 x f32 that the tiles may count on."""
+    """Registers of 16 x f32."""
+    row_tile: int = 8
+    """Rows that the matrix kernels take at once: as many as the registers hold."""
 
 
 _AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
@@ -53,8 +55,8 @@ _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx
 _AMX = _AVX512 | frozenset({"avx512bf16", "amx-tile", "amx-bf16"})
 
 _X86_LEVELS: tuple[tuple[frozenset[str], Level], ...] = (
-    (frozenset(), Level("plain", "x86-64", "", "wide", has_fma=False, has_f16=False, n_vectors=4)),
-    (_AVX2, Level("avx2", "x86-64-v3", "", "maddubs", n_vectors=8)),
+    (frozenset(), Level("plain", "x86-64", "", "wide", has_fma=False, has_f16=False, n_vectors=4, row_tile=2)),
+    (_AVX2, Level("avx2", "x86-64-v3", "", "maddubs", n_vectors=8, row_tile=4)),
     (_AVX512, Level("avx512", "x86-64-v4", "+avx512vnni,-prefer-256-bit", "vnni")),
     (
         _AMX,
@@ -85,9 +87,9 @@ def host_levels() -> tuple[Level, ...]:
         )
     if machine in ("aarch64", "arm64"):
         if "dotprod" in features:
-            return (Level("plain", "generic", "+dotprod", "sdot", n_vectors=8),)
-        return (Level("plain", "generic", "", "wide", n_vectors=8),)
-    return (Level("plain", "generic", "", "wide", has_fma=False, has_f16=False, n_vectors=4),)
+            return (Level("plain", "generic", "+dotprod", "sdot", n_vectors=8, row_tile=4),)
+        return (Level("plain", "generic", "", "wide", n_vectors=8, row_tile=4),)
+    return (Level("plain", "generic", "", "wide", has_fma=False, has_f16=False, n_vectors=4, row_tile=2),)
 
 
 def find_level(name: str) -> Level:

@@ -1,8 +1,8 @@
 """The rows kernels: a few rows of activations times packed weights, at the speed at which the weights can be read.
 
-A tile of weights is unpacked once and used for up to 16 rows; the row counts 16, 8, 4, 2, 1 are separate inner
-loops, and m rows are cut into them from the largest down. Every row goes through the same operations in the same
-order whichever loop it falls into, so its result is the same bits in any company.
+A tile of weights is unpacked once and used for up to 8 rows; the row counts 8, 4, 2, 1 are separate inner loops, and m
+rows are cut into them from the largest down (16 at once spill registers: slower than 8 twice). Every row goes through
+the same operations in the same order whichever loop it falls into, so its result is the same bits in any company.
 
 Quantized weights, per tile of 32 k and per row, with integers I = dot(codes, x) and S = sum(x) of the q8 record:
 
@@ -31,8 +31,8 @@ RowTile = Callable[[Asm, int, Value, Value, Value, Value, Value], None]
 """tile(asm, n_rows, weights, x, k, out, ld_out): n_rows rows of x times one group, into 16 columns of out."""
 
 
-def emit_rows(group_bytes: Callable[[Asm, Value], Value], x_stride: int, max_tile: int, tile: RowTile) -> Emit:
-    """The rows kernel around a tile. Rows of x are k * x_stride bytes apart; `max_tile` rows is the largest tile."""
+def _emit_rows(group_bytes: Callable[[Asm, Value], Value], x_stride: int, tile: RowTile) -> Emit:
+    """The rows kernel around a tile. Rows of x are k * x_stride bytes apart."""
 
     def emit(asm: Asm, w: Value, x: Value, out: Value, m: Value, k: Value, ld_out: Value, g0: Value, g1: Value) -> None:
         weights, source, target = asm.pointer(w), asm.pointer(x), asm.pointer(out)
@@ -53,7 +53,7 @@ def emit_rows(group_bytes: Callable[[Asm, Value], Value], x_stride: int, max_til
 
                     asm.loop(start, stop, [], one, step=n_rows)
 
-                _cut_rows(asm, first, last, max_tile, tiles_of)
+                _cut_rows(asm, first, last, tiles_of)
                 return []
 
             asm.loop(g0, g1, [], group)
@@ -64,11 +64,9 @@ def emit_rows(group_bytes: Callable[[Asm, Value], Value], x_stride: int, max_til
     return emit
 
 
-def _cut_rows(
-    asm: Asm, first: Value, last: Value, max_tile: int, tiles_of: Callable[[int, Value, Value], None]
-) -> None:
-    """Covers the rows first .. last with tiles of max_tile, max_tile / 2, ... 1 rows."""
-    start, n_rows = first, max_tile
+def _cut_rows(asm: Asm, first: Value, last: Value, tiles_of: Callable[[int, Value, Value], None]) -> None:
+    """Covers the rows first .. last with tiles of level.row_tile, half of it, ... 1 rows."""
+    start, n_rows = first, asm.level.row_tile
     while n_rows:
         whole = asm.builder.and_(asm.builder.sub(last, start), asm.int64(-n_rows))
         stop = asm.add(start, whole)
@@ -96,7 +94,7 @@ def quantized_rows(made: Format) -> Emit:
         for r, total in enumerate(acc):
             asm.store(total, out, asm.mul(ld_out, r))
 
-    return _limited(lambda max_tile: emit_rows(made.row_bytes, BLOCK_BYTES // BLOCK, max_tile, tile), n_vectors_a_row=1)
+    return _emit_rows(made.row_bytes, BLOCK_BYTES // BLOCK, tile)
 
 
 def for_each_tile(
@@ -168,13 +166,4 @@ def float_rows(made: FloatFormat) -> Emit:
         for r in range(n_rows):
             asm.store(asm.fadd(acc[2 * r], acc[2 * r + 1]), out, asm.mul(ld_out, r))
 
-    return _limited(lambda max_tile: emit_rows(made.row_bytes, 4, max_tile, tile), n_vectors_a_row=2)
-
-
-def _limited(make: Callable[[int], Emit], n_vectors_a_row: int) -> Emit:
-    """Takes the largest tile whose accumulators leave half of the level's registers to the weights."""
-
-    def emit(asm: Asm, w: Value, x: Value, out: Value, m: Value, k: Value, ld_out: Value, g0: Value, g1: Value) -> None:
-        make(max(1, asm.level.n_vectors // (2 * n_vectors_a_row)))(asm, w, x, out, m, k, ld_out, g0, g1)
-
-    return emit
+    return _emit_rows(made.row_bytes, 4, tile)
