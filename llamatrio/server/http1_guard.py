@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import h11
 from hypercorn.events import Closed, Updated
-from hypercorn.protocol.events import Request, StreamClosed
+from hypercorn.protocol.events import Event, Request, Response, StreamClosed
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 
@@ -19,6 +19,16 @@ class Http1(H11Protocol):
     def has_unread_request(self) -> bool:
         """Whether the peer is still sending a request that we will not read to the end."""
         return self.connection.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    async def stream_send(self, event: Event) -> None:
+        if isinstance(event, Response) and event.status_code >= 200 and self._must_close():
+            headers = [*event.headers, (b"connection", b"close")]
+            event = Response(stream_id=event.stream_id, headers=headers, status_code=event.status_code)
+        await super().stream_send(event)
+
+    def _must_close(self) -> bool:
+        # Said in time: a client that is not told uses the connection again, and finds it closed.
+        return self.connection.their_state is h11.SEND_BODY or self.context.terminated.is_set()
 
     async def _create_stream(self, request: h11.Request) -> None:
         # An Upgrade to WebSocket is ignored, as RFC 9110 allows: the request is answered as plain HTTP.

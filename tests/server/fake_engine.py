@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ class FakeModel:
     spec: ModelSpec = SPEC
 
 
+@cache
 def load_fake_model(template: str | None = None) -> FakeModel:
     """The tiny model's real tokenizer, with its own template or another."""
     with open_gguf(TINY) as file:

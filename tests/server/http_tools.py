@@ -45,7 +45,7 @@ class Served:
 
     def client(self, *, http2: bool = False, **options: Any) -> httpx.AsyncClient:
         """An httpx client of one protocol only."""
-        verify: Any = ssl.create_default_context(cafile=CERT) if self.tls else True
+        verify = ssl.create_default_context(cafile=CERT) if self.tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         return httpx.AsyncClient(http1=not http2, http2=http2, base_url=self.url, verify=verify, timeout=10, **options)
 
 

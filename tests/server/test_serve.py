@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 import h2.events
 import httpx
 import pytest
 import trio
+import trio.testing
 from http_tools import H2Client, Served, open_stream, raw_socket, serving, toy_app, until
 
 from llamatrio.server.serve import serve, watch_signals
@@ -96,6 +98,12 @@ async def test_busy_connection_outlives_keep_alive() -> None:
         assert (await client.get("/sse?n=3&pause=0.08")).text.endswith("[DONE]\n\n")
 
 
+async def new_connections_are_refused(served: Served) -> None:
+    with trio.fail_after(1), suppress(OSError):
+        while True:
+            (await raw_socket(served)).close()
+
+
 @pytest.mark.parametrize("http2", [False, True], ids=["h1", "h2c"])
 async def test_shutdown_lets_streams_finish(http2: bool) -> None:
     app, toy = toy_app()
@@ -124,7 +132,8 @@ async def test_http2_refuses_new_streams_while_it_ends() -> None:
         old = await client.request("/sse?n=60")
         await client.wait(h2.events.DataReceived, old)
         served.shutdown.set()
-        await trio.sleep(0.01)
+        await new_connections_are_refused(served)
+        await trio.testing.wait_all_tasks_blocked()
         new = await client.request("/stats")
         await client.wait(h2.events.StreamReset, new)
         await client.wait(h2.events.StreamEnded, old)
