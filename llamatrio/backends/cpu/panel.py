@@ -6,18 +6,23 @@ the inner loops (512 KB) and the 32 rows of x (64 KB) are read from the second-l
 is four tiles that stay in registers over the chunk. From chunk to chunk they are kept in `out` as f32, which loses
 nothing. Every row is summed in the same order, wherever it stands and however many there are.
 
+An f16 weight has more digits than a bf16, and rounding it costs more than f16 models may lose: it becomes the sum of
+two bf16, which is exact, and takes two products.
+
 At the edges (fewer than 32 rows left, or one group) the tiles go through 4 KB of scratch instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
 from llamatrio.backends.cpu.rows import PREFETCH, for_each_tile
-from llamatrio.backends.cpu.vector import Asm, Value, vf32
+from llamatrio.backends.cpu.vector import Asm, Value, vf32, vi32
+from llamatrio.model.ggml_type import GGMLType
 
 CHUNK = 2048
 """Values of k that are dequantized at a time; a multiple of every type's block."""
@@ -48,6 +53,8 @@ class _Product(NamedTuple):
     """Steps of 32 k in the chunk."""
     is_first: Value
     """The chunk starts the sum."""
+    n_parts: int
+    """Tiles of bf16 that stand for 32 k of a group."""
 
 
 def panel_kernel(made: Format | FloatFormat) -> Emit:
@@ -67,15 +74,17 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
     ) -> None:
         weights, source, target, edge = (asm.pointer(a) for a in (w, x, out, scratch))
         room = asm.at(edge, _EDGE_BYTES)
+        n_parts = 2 if made.type == GGMLType.F16 else 1
+        n_groups = 2 * PANELS // n_parts
         group_stride = made.row_bytes(asm, k)
         asm.tile_config()
 
         def panels(first: Value, _: list[Value]) -> list[Value]:
-            last = asm.minimum(g1, asm.add(first, 2 * PANELS))
+            last = asm.minimum(g1, asm.add(first, n_groups))
 
             def chunk(at: Value, _: list[Value]) -> list[Value]:
                 length = asm.minimum(asm.builder.sub(k, at), asm.int64(CHUNK))
-                group_bytes = asm.mul(length, 2 * ROWS)
+                group_bytes = asm.mul(length, 2 * ROWS * n_parts)
 
                 def dequantize(g: Value, _: list[Value]) -> list[Value]:
                     start = asm.at(weights, asm.add(asm.mul(g, group_stride), made.row_bytes(asm, at)))
@@ -94,6 +103,7 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
                     m=m,
                     n_steps=steps,
                     is_first=asm.equal(at, 0),
+                    n_parts=n_parts,
                 )
                 _multiply(asm, product, room, asm.builder.sub(last, first))
                 return []
@@ -101,7 +111,7 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
             asm.loop(0, k, [], chunk, step=CHUNK)
             return []
 
-        asm.loop(g0, g1, [], panels, step=2 * PANELS)
+        asm.loop(g0, g1, [], panels, step=n_groups)
         asm.tile_release()
 
     return emit
@@ -111,23 +121,42 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
 
 
 def _dequantize(asm: Asm, made: Format | FloatFormat, weights: Value, room: Value, k: Value) -> None:
-    """k weights of one group to bf16 [k / 2][16][2] at `room`."""
-    if isinstance(made, FloatFormat):
-        _convert_floats(asm, made, weights, room, k)
-    else:
+    """k weights of one group to bf16 [k / 2][16][2] at `room`; f16 to [k / 32][2][16][16][2], of which the second
+    dimension is added up."""
+    if isinstance(made, Format):
         _dequantize_codes(asm, made, weights, room, k)
+    elif made.type == GGMLType.F16:
+        _convert_floats(asm, made, weights, room, k, _split_pair)
+    else:
+        _convert_floats(asm, made, weights, room, k, lambda asm, even, odd: [asm.bf16_pairs(even, odd)])
 
 
-def _convert_floats(asm: Asm, made: FloatFormat, weights: Value, room: Value, k: Value) -> None:
+def _convert_floats(
+    asm: Asm,
+    made: FloatFormat,
+    weights: Value,
+    room: Value,
+    k: Value,
+    parts_of: Callable[[Asm, Value, Value], list[Value]],
+) -> None:
     def tile(i: Value, _: list[Value]) -> list[Value]:
         offset = asm.mul(i, made.tile_bytes)
         asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
         for pair in range(16):
-            even, odd = made.load_pair(asm, weights, offset, pair)
-            asm.store(asm.bf16_pairs(even, odd), room, asm.add(asm.mul(i, TILE), 64 * pair), align=64)
+            parts = parts_of(asm, *made.load_pair(asm, weights, offset, pair))
+            for n, part in enumerate(parts):
+                at = asm.add(asm.mul(i, TILE * len(parts)), TILE * n + 64 * pair)
+                asm.store(part, room, at, align=64)
         return []
 
     asm.loop(0, asm.div(k, 32), [], tile)
+
+
+def _split_pair(asm: Asm, even: Value, odd: Value) -> list[Value]:
+    """A pair as two pairs of bf16 with the same sum: the upper digits, and what they leave (at most 3 bits)."""
+    upper_bits = asm.splat_int(0xFFFF0000)
+    upper = [asm.bitcast(asm.builder.and_(asm.bitcast(v, vi32), upper_bits), vf32) for v in (even, odd)]
+    return [asm.bf16_pairs(*upper), asm.bf16_pairs(asm.fsub(even, upper[0]), asm.fsub(odd, upper[1]))]
 
 
 def _dequantize_codes(asm: Asm, made: Format, weights: Value, room: Value, k: Value) -> None:
@@ -150,7 +179,7 @@ def _dequantize_codes(asm: Asm, made: Format, weights: Value, room: Value, k: Va
 
 def _multiply(asm: Asm, p: _Product, room: Value, n_groups: Value) -> None:
     """out[m][16 n_groups] (+)= the chunk of x times the groups dequantized in `room`."""
-    group_bytes = asm.mul(p.n_steps, TILE)
+    group_bytes = asm.mul(p.n_steps, TILE * p.n_parts)
     n_whole = asm.builder.and_(n_groups, asm.int64(-2))
 
     def rows(row: Value, _: list[Value]) -> list[Value]:
@@ -220,13 +249,16 @@ def _tiles(asm: Asm, p: _Product, x: Value, weights: Value, group_bytes: Value, 
     def step(i: Value, _: list[Value]) -> list[Value]:
         at = asm.mul(i, TILE)
         asm.tile_load(4, asm.at(x, at))
-        asm.tile_load(6, asm.at(weights, at))
-        asm.tile_dot_bf16(0, 4, 6)
-        asm.tile_load(7, asm.at(beside, at))
-        asm.tile_dot_bf16(1, 4, 7)
-        asm.tile_load(5, asm.at(below, at))
-        asm.tile_dot_bf16(2, 5, 6)
-        asm.tile_dot_bf16(3, 5, 7)
+        for part in range(p.n_parts):
+            place = asm.add(asm.mul(at, p.n_parts), part * TILE)
+            asm.tile_load(6, asm.at(weights, place))
+            asm.tile_dot_bf16(0, 4, 6)
+            asm.tile_load(7, asm.at(beside, place))
+            asm.tile_dot_bf16(1, 4, 7)
+            if part == 0:
+                asm.tile_load(5, asm.at(below, at))
+            asm.tile_dot_bf16(2, 5, 6)
+            asm.tile_dot_bf16(3, 5, 7)
         return []
 
     asm.loop(0, p.n_steps, [], step)
