@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
+from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import LlamatrioError
 from llamatrio.server.failures import error_body
-from llamatrio.server.ports import Finished, Generation, TokenEvent, is_finished
+from llamatrio.server.ports import Generation
 from llamatrio.server.results import failure_of
 from llamatrio.server.service import Job, Start
 from llamatrio.server.stream import event
@@ -43,7 +44,7 @@ async def stream_jobs(
             generation = start(job) if index else first
             writer = new_writer(index, job, generation)
             async for item in generation:
-                if is_finished(item):
+                if isinstance(item, Finished):
                     if (failure := failure_of(item)) is not None:
                         raise failure
                     done.append(item)

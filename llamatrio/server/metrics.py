@@ -5,7 +5,7 @@ Names under `llamacpp:` are llama-server's, with its meanings; what it lacks sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from quart import Response
 from quart_trio import QuartTrio
 
+from llamatrio.engine.stats import EngineStats, Histogram
 from llamatrio.server.failures import NotSupportedError
-from llamatrio.server.ports import EngineStats
 from llamatrio.server.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -79,6 +79,7 @@ def _cell_metrics(stats: EngineStats) -> Iterator[Metric]:
     for state in ("used", "idle", "pinned"):
         cells.add_metric([state], getattr(stats, f"cells_{state}"))
     yield cells
+    yield _counter("llamatrio:preemptions", "Requests set back to make room", stats.n_preempted)
 
 
 def _cache_metrics(stats: EngineStats) -> Iterator[Metric]:
@@ -106,7 +107,7 @@ def _gauge(name: str, help: str, value: float) -> Metric:
     return GaugeMetricFamily(name, help, value=value)
 
 
-def _histogram(name: str, help: str, data: tuple[Sequence[float], Sequence[int], float]) -> Metric:
+def _histogram(name: str, help: str, data: Histogram) -> Metric:
     bounds, counts, total = data
     buckets, cumulative = [], 0
     for bound, count in zip([*map(str, bounds), "+Inf"], counts, strict=True):

@@ -9,10 +9,11 @@ from typing import Any
 from quart import Response
 from quart_trio import QuartTrio
 
+from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.server.asgi import StreamResponse, read_body
 from llamatrio.server.event_stream import stream_jobs
 from llamatrio.server.failures import json_response
-from llamatrio.server.ports import Finished, Generation, TokenEvent
+from llamatrio.server.ports import Generation
 from llamatrio.server.prompts import read_ids, read_mixed
 from llamatrio.server.results import Completed, collect_all, generation_settings, stop_type, timings
 from llamatrio.server.schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody, decode_body

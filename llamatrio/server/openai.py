@@ -8,11 +8,13 @@ from typing import Any, Protocol
 from quart import Response
 from quart_trio import QuartTrio
 
+from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import RequestError
+from llamatrio.sched.sampler import Choice
 from llamatrio.server.asgi import StreamResponse, read_body
 from llamatrio.server.event_stream import stream_jobs
 from llamatrio.server.failures import json_response
-from llamatrio.server.ports import Finished, Generation, TokenEvent, TokenReport
+from llamatrio.server.ports import Generation
 from llamatrio.server.results import Completed, TokenJson, collect_all, finish_reason, timings, usage
 from llamatrio.server.schemas import ChatBody, CompletionBody, GenerationBody, decode_body
 from llamatrio.server.service import Job, Service
@@ -166,7 +168,7 @@ class DetailedChunkWriter(ChunkWriter):
         return self._after_opening(event(chunk))
 
 
-def logprobs_json(tokens: TokenJson | None, reports: Sequence[TokenReport]) -> dict[str, Any] | None:
+def logprobs_json(tokens: TokenJson | None, reports: Sequence[Choice]) -> dict[str, Any] | None:
     """The log probabilities of a choice, or None when they are not wanted."""
     return None if tokens is None else {"content": tokens.reports(reports)}
 

@@ -1,19 +1,18 @@
-"""What the HTTP side needs of an engine. `llamatrio.engine` has the real ones; tests bring their own."""
+"""What the HTTP side needs of an engine. `llamatrio.engine` has the real one; tests bring their own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from llamatrio.config import EngineConfig
+from llamatrio.engine.events import Finished, Progress, TokenEvent
+from llamatrio.engine.stats import EngineStats
 from llamatrio.model.chat import ChatTemplate
 from llamatrio.model.spec import ModelSpec
 from llamatrio.model.tokenizer import Tokenizer
-from llamatrio.sched.types import FinishReason, Request, TokenProb
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+from llamatrio.sched.types import Request
 
 
 class Model(Protocol):
@@ -35,154 +34,11 @@ class Model(Protocol):
     def size_bytes(self) -> int: ...
 
 
-class TokenReport(Protocol):
-    """The probabilities at one position; logprobs are natural logs."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> tuple[TokenProb, ...]: ...
-
-
-class TokenEvent(Protocol):
-    """Tokens that were made. `text` may be empty: a stop string or a character may still be incomplete."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def ids(self) -> tuple[int, ...]: ...
-    @property
-    def probs(self) -> Sequence[TokenReport]: ...
-
-
-class Progress(Protocol):
-    """Where a generation stands."""
-
-    @property
-    def n_prompt(self) -> int: ...
-    @property
-    def n_cached(self) -> int: ...
-    @property
-    def n_predicted(self) -> int: ...
-    @property
-    def prompt_seconds(self) -> float: ...
-    @property
-    def predicted_seconds(self) -> float: ...
-    @property
-    def lane(self) -> int: ...
-
-
-class Finished(Progress, Protocol):
-    """How a generation ended."""
-
-    @property
-    def reason(self) -> FinishReason: ...
-    @property
-    def stopping_word(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def error(self) -> str: ...
-
-
 class Generation(AbstractContextManager["Generation"], Protocol):
     """One request under way. Leaving it early cancels it, synchronously."""
 
     def __aiter__(self) -> AsyncIterator[TokenEvent | Finished]: ...
     def progress(self) -> Progress: ...
-
-
-def is_finished(event: TokenEvent | Finished) -> TypeIs[Finished]:
-    """Whether this is the last event."""
-    return hasattr(event, "reason")
-
-
-class LaneStats(Protocol):
-    """One lane: what llama-server's clients know as a slot."""
-
-    @property
-    def lane(self) -> int: ...
-    @property
-    def is_processing(self) -> bool: ...
-    @property
-    def id(self) -> int: ...
-    @property
-    def n_ctx(self) -> int: ...
-    @property
-    def n_prompt(self) -> int: ...
-    @property
-    def n_cached(self) -> int: ...
-    @property
-    def n_decoded(self) -> int: ...
-    @property
-    def params(self) -> Request | None: ...
-
-
-class Histogram(NamedTuple):
-    """`counts[i]` values lie in (bounds[i - 1], bounds[i]]; the last count has those above every bound."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-
-
-class EngineStats(Protocol):
-    """A snapshot. Counters never fall; times are in seconds."""
-
-    @property
-    def lanes(self) -> Sequence[LaneStats]: ...
-    @property
-    def n_waiting(self) -> int: ...
-    @property
-    def cells_total(self) -> int: ...
-    @property
-    def cells_used(self) -> int: ...
-    @property
-    def cells_idle(self) -> int: ...
-    @property
-    def cells_pinned(self) -> int: ...
-    @property
-    def cache_bytes(self) -> int: ...
-    @property
-    def cache_entries(self) -> int: ...
-    @property
-    def cache_limit_bytes(self) -> int | None: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def prompt_seconds(self) -> float: ...
-    @property
-    def predicted_tokens(self) -> int: ...
-    @property
-    def predicted_seconds(self) -> float: ...
-    @property
-    def n_decode_steps(self) -> int: ...
-    @property
-    def n_tokens_max(self) -> int: ...
-    @property
-    def saves(self) -> int: ...
-    @property
-    def save_bytes(self) -> int: ...
-    @property
-    def save_seconds(self) -> float: ...
-    @property
-    def restores(self) -> int: ...
-    @property
-    def restore_bytes(self) -> int: ...
-    @property
-    def restore_seconds(self) -> float: ...
-    @property
-    def hits(self) -> int: ...
-    @property
-    def misses(self) -> Mapping[str, int]: ...
-    @property
-    def itl(self) -> tuple[Sequence[float], Sequence[int], float]: ...
-    @property
-    def ttft(self) -> tuple[Sequence[float], Sequence[int], float]: ...
 
 
 class Engine(Protocol):

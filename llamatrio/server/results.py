@@ -9,10 +9,12 @@ from typing import Any
 
 import trio
 
+from llamatrio.engine.events import Finished, Progress
 from llamatrio.errors import BackendError, LlamatrioError, OverloadedError
 from llamatrio.model.tokenizer import Tokenizer
+from llamatrio.sched.sampler import Choice
 from llamatrio.sched.types import Request
-from llamatrio.server.ports import Finished, Generation, Progress, TokenReport, is_finished
+from llamatrio.server.ports import Generation
 
 LOWEST = -3.4028234663852886e38
 """JSON has no infinity; llama-server writes the lowest float instead."""
@@ -28,17 +30,17 @@ class Completed:
     finished: Finished
     text: str = ""
     ids: list[int] = field(default_factory=list)
-    probs: list[TokenReport] = field(default_factory=list)
+    probs: list[Choice] = field(default_factory=list)
 
 
 async def collect(generation: Generation) -> Completed:
     """Reads a generation to its end. Raises what `check_finished` raises."""
     texts: list[str] = []
     ids: list[int] = []
-    probs: list[TokenReport] = []
+    probs: list[Choice] = []
     last: Finished | None = None
     async for event in generation:
-        if is_finished(event):
+        if isinstance(event, Finished):
             last = event
         else:
             texts.append(event.text)
@@ -128,7 +130,7 @@ class TokenJson:
         self._key = "prob" if post_sampling else "logprob"
         self._top_key = "top_probs" if post_sampling else "top_logprobs"
 
-    def reports(self, reports: Iterable[TokenReport]) -> list[dict[str, Any]]:
+    def reports(self, reports: Iterable[Choice]) -> list[dict[str, Any]]:
         """One entry for each token made."""
         return [
             {

@@ -7,10 +7,10 @@ from typing import Any
 from quart import Response, request
 from quart_trio import QuartTrio
 
+from llamatrio.engine.stats import LaneStats
 from llamatrio.errors import OverloadedError
 from llamatrio.sched.types import Request
 from llamatrio.server.failures import NotSupportedError, json_response
-from llamatrio.server.ports import LaneStats
 from llamatrio.server.results import generation_settings
 from llamatrio.server.service import Service, build_info
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ import trio
 from http_tools import serving
 
 from llamatrio.config import EngineConfig
+from llamatrio.engine.events import Finished, TokenEvent
+from llamatrio.engine.stats import EngineStats, Histogram, LaneStats
 from llamatrio.errors import ContextOverflowError, LlamatrioError
 from llamatrio.model.chat import ChatTemplate, load_template
 from llamatrio.model.gguf import open_gguf
 from llamatrio.model.spec import ModelSpec, RopeSpec
 from llamatrio.model.tokenizer import Tokenizer, load_tokenizer
+from llamatrio.sched.sampler import Choice
 from llamatrio.sched.types import FinishReason, Request, TokenProb
 from llamatrio.server.app import create_app
 from llamatrio.server.settings import ServerConfig
@@ -33,74 +35,15 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class FakeReport:
-    id: int
-    logprob: float
-    top: tuple[TokenProb, ...]
-
-
-@dataclass(frozen=True)
-class FakeEvent:
-    text: str
-    ids: tuple[int, ...]
-    probs: tuple[FakeReport, ...] = ()
-
-
-@dataclass(frozen=True)
-class FakeFinished:
-    reason: FinishReason
-    stopping_word: str
-    n_prompt: int
-    n_cached: int
-    n_predicted: int
-    prompt_seconds: float = 0.5
-    predicted_seconds: float = 0.25
-    seed: int = 42
-    lane: int = 1
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class FakeLane:
-    lane: int
-    is_processing: bool
-    id: int = 0
-    n_ctx: int = 64
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_decoded: int = 0
-    params: Request | None = None
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    lanes: Sequence[FakeLane]
-    n_waiting: int = 3
-    cells_total: int = 1024
-    cells_used: int = 100
-    cells_idle: int = 60
-    cells_pinned: int = 7
-    cache_bytes: int = 4096
-    cache_entries: int = 2
-    cache_limit_bytes: int | None = None
-    prompt_tokens: int = 90
-    cached_tokens: int = 10
-    prompt_seconds: float = 2.0
-    predicted_tokens: int = 50
-    predicted_seconds: float = 5.0
-    n_decode_steps: int = 25
-    n_tokens_max: int = 33
-    saves: int = 4
-    save_bytes: int = 2048
-    save_seconds: float = 0.125
-    restores: int = 1
-    restore_bytes: int = 512
-    restore_seconds: float = 0.0625
-    hits: int = 6
-    misses: Mapping[str, int] = field(default_factory=lambda: {"no entry": 5, "evicted": 2})
-    itl: tuple[Sequence[float], Sequence[int], float] = ((0.01, 0.1), (3, 2, 1), 0.75)
-    ttft: tuple[Sequence[float], Sequence[int], float] = ((1.0,), (1, 1), 2.5)
+STATS = EngineStats(
+    lanes=(LaneStats(0, True, 7, 64, 10, 4, 3, Request(tokens=(1,), max_tokens=5)), LaneStats(1, n_ctx=64)),
+    n_waiting=3, cells_total=1024, cells_used=100, cells_idle=60, cells_pinned=7, cache_bytes=4096, cache_entries=2,
+    cache_limit_bytes=None, prompt_tokens=90, cached_tokens=10, prompt_seconds=2.0, predicted_tokens=50,
+    predicted_seconds=5.0, n_decode_steps=25, n_tokens_max=33, n_preempted=1, saves=4, save_bytes=2048,
+    save_seconds=0.125, restores=1, restore_bytes=512, restore_seconds=0.0625, hits=6,
+    misses={"no entry": 5, "evicted": 2}, itl=Histogram((0.01, 0.1), (3, 2, 1), 0.75),
+    ttft=Histogram((1.0,), (1, 1), 2.5),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +74,7 @@ class FakeGeneration:
         self.request = request
         self.n = 0
         self.is_over = False
-        self.finished: FakeFinished | None = None
+        self.finished: Finished | None = None
 
     def __enter__(self) -> FakeGeneration:
         self.engine.running.append(self)
@@ -142,7 +85,7 @@ class FakeGeneration:
         if self.finished is None:
             self.engine.cancelled.append(self.request)
 
-    def progress(self) -> FakeFinished:
+    def progress(self) -> Finished:
         return self._finish("length")
 
     def __aiter__(self) -> FakeGeneration:
@@ -158,7 +101,7 @@ class FakeGeneration:
         self.finished = self._end()
         return self._event() if self.finished is None else self.finished
 
-    def _end(self) -> FakeFinished | None:
+    def _end(self) -> Finished | None:
         limit = self.request.max_tokens
         room = self.engine.n_ctx_seq - len(self.request.tokens)
         if self.n == self.engine.fails_after:
@@ -172,17 +115,28 @@ class FakeGeneration:
                 return self._finish("word", word)
         return None
 
-    def _finish(self, reason: FinishReason, word: str = "", error: str = "") -> FakeFinished:
+    def _finish(self, reason: FinishReason, word: str = "", error: str = "") -> Finished:
         n_prompt = len(self.request.tokens)
-        return FakeFinished(reason, word, n_prompt, n_prompt // 2, self.n, error=error)
+        return Finished(
+            n_prompt=n_prompt,
+            n_cached=n_prompt // 2,
+            n_predicted=self.n,
+            prompt_seconds=0.5,
+            predicted_seconds=0.25,
+            lane=1,
+            reason=reason,
+            stopping_word=word,
+            seed=42,
+            error=error,
+        )
 
-    def _event(self) -> FakeEvent:
+    def _event(self) -> TokenEvent:
         text, id = self.engine.pieces[self.n % len(self.engine.pieces)], 97 + self.n % 26
         self.n += 1
         self.engine.produced += 1
         n_probs = self.request.sampling.n_probs
         top = tuple(TokenProb(id + i, -0.5 - i) for i in range(n_probs))
-        return FakeEvent(text, (id,), (FakeReport(id, -0.5, top),) if n_probs else ())
+        return TokenEvent(text, (id,), (Choice(id, -0.5, top),) if n_probs else ())
 
 
 class FakeEngine:
@@ -201,7 +155,6 @@ class FakeEngine:
         self.running: list[FakeGeneration] = []
         self.cancelled: list[Request] = []
         self.produced = 0
-        self.busy = itertools.count()
 
     def start(self, request: Request) -> FakeGeneration:
         if self.refuses is not None:
@@ -211,9 +164,8 @@ class FakeEngine:
         self.requests.append(request)
         return FakeGeneration(self, request)
 
-    def stats(self) -> FakeStats:
-        lanes = [FakeLane(0, True, 7, 64, 10, 4, 3, Request(tokens=(1,), max_tokens=5)), FakeLane(1, False)]
-        return FakeStats(lanes)
+    def stats(self) -> EngineStats:
+        return STATS
 
 
 @asynccontextmanager

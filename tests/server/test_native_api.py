@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, api, sse
+from fake_engine import STATS, FakeEngine, api, sse
 
 
 async def events_of(client: Any, body: dict[str, Any]) -> list[Any]:
@@ -152,8 +153,7 @@ async def test_slots() -> None:
 
 async def test_slots_all_busy_or_off() -> None:
     engine = FakeEngine()
-    stats = engine.stats()
-    engine.stats = lambda: type(stats)([stats.lanes[0]])  # type: ignore[method-assign]
+    engine.stats = lambda: replace(STATS, lanes=STATS.lanes[:1])  # type: ignore[method-assign]
     async with api(engine) as client:
         assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 503
         assert (await client.get("/slots")).status_code == 200
@@ -179,6 +179,7 @@ async def test_metrics() -> None:
         "llamacpp:n_busy_slots_per_decode 2.0",
         'llamatrio:kv_cells{state="idle"} 60.0',
         "llamatrio:cache_saves_total 4.0",
+        "llamatrio:preemptions_total 1.0",
         "llamatrio:cache_restore_seconds_total 0.0625",
         'llamatrio:cache_misses_total{reason="no entry"} 5.0',
         'llamatrio:inter_token_seconds_bucket{le="0.1"} 5.0',
