@@ -135,14 +135,15 @@ __device__ __forceinline__ void look_up8(unsigned word, int& first, int& second)
 }
 
 __device__ __forceinline__ Quants quants(const Block& block) {
+    constexpr int HIGH_AT = F.high ? F.low : 0;
     Quants q;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         if (F.low == 8) q.word[j] = block.low[j];
         if (F.low == 4 && !HAS_TABLE) q.word[j] = block.low[j % 4] >> (j / 4 * 4) & 0x0f0f0f0f;
         if (F.low == 2) q.word[j] = block.low[j / 4] >> (j % 4 * 2) & 0x03030303;
-        if (F.high == 1) q.word[j] |= (block.high[0] >> j & 0x01010101) << F.low;
-        if (F.high == 2) q.word[j] |= (block.high[j / 4] >> (j % 4 * 2) & 0x03030303) << F.low;
+        if (F.high == 1) q.word[j] |= (block.high[0] >> j & 0x01010101) << HIGH_AT;
+        if (F.high == 2) q.word[j] |= (block.high[j / 4] >> (j % 4 * 2) & 0x03030303) << HIGH_AT;
     }
     if (HAS_TABLE) {
 #pragma unroll

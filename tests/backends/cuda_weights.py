@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
+from cuda_rig import Rig
 
+from llamatrio.backends.cuda.kernels import weights as w
 from llamatrio.backends.cuda.kernels.weights import FORMATS, WeightType
 
 SCALES_AT = {
@@ -37,3 +39,13 @@ def random_matrix(type: WeightType, n_rows: int, k: int) -> tuple[np.ndarray, np
         blocks[:, at : at + 2 * n] = scales.astype(np.float16).view(np.uint8)
     weights = gguf.quants.dequantize(blocks.reshape(n_rows, -1), gguf.GGMLQuantizationType(type))
     return blocks.reshape(-1), weights
+
+
+def upload(rig: Rig, type: WeightType, data: np.ndarray, n_rows: int, k: int, n_expert: int = 1) -> w.Matrix:
+    """A tensor's bytes as a matrix on the device, in planes where it is quantized."""
+    n = n_rows * n_expert
+    if type.is_float:
+        return w.Matrix(type, rig.put(data), n_rows, k, n_expert)
+    planes = rig.empty(w.planes_bytes(type, n, k))
+    w.planar_rows(rig.run, rig.put(data), planes, type=type, n_rows=n, k=k)
+    return w.Matrix(type, planes, n_rows, k, n_expert)

@@ -5,6 +5,7 @@ Factors are rounded to f16 (11 bits) before they meet, so results agree to 2e-3 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import cuda_reference as ref
@@ -16,6 +17,7 @@ pytest.importorskip("cuda.core")
 
 from llamatrio.backends.cuda.kernels import attention as k
 from llamatrio.backends.cuda.kernels.rows import HeadShape
+from llamatrio.sched.types import Run
 
 N_CTX = 420
 
@@ -122,3 +124,77 @@ def test_decode_groups_softcap_sinks(cuda_rig: Rig, n_head: int) -> None:
     """One head, an odd group, and a group of more than eight, with soft cap and sinks."""
     heads = HeadShape(n_head, 1, 64, False, False)
     check_decode(cuda_rig, heads, [5, 70], k.Rule(0.5, softcap=3.0), n_splits=1, with_sinks=True)
+
+
+def check_prefill(
+    rig: Rig, heads: HeadShape, pieces: list[tuple[int, int]], rule: k.Rule, *, with_sinks: bool = False
+) -> None:
+    """Lane i holds pos0 + n cells and is asked for its last n rows; a padding tile ends the launch."""
+    s, rng = sequences(rig, heads, [pos0 + n for pos0, n in pieces]), np.random.default_rng(4)
+    runs, n_rows = [], 0
+    for lane, (pos0, n) in enumerate(pieces):
+        runs.append(Run(lane=lane, row=n_rows, n_rows=n, pos0=pos0, is_decode=False))
+        n_rows += n
+    tiles = np.concatenate([k.prefill_tiles(runs, heads), np.zeros((1, 4), np.int32)])
+    width = heads.n_head * heads.head_dim
+    q = rng.standard_normal((n_rows, width + 4)).astype(np.float32)
+    sinks = rng.standard_normal(heads.n_head).astype(np.float32) if with_sinks else None
+    rule = rule._replace(sinks=rig.put(sinks) if sinks is not None else 0)
+    out = rig.empty(n_rows * width * 4)
+    k.attention_prefill(
+        rig.run, rig.put(q), s.cached, rig.put(tiles), out,
+        n_tiles=len(tiles), q_stride=width + 4, heads=heads, rule=rule,
+    )  # fmt: skip
+    found = rig.get(out, (n_rows, heads.n_head, heads.head_dim), np.float32)
+    for run in runs:
+        for i in range(run.n_rows):
+            row = q[run.row + i, :width].reshape(heads.n_head, heads.head_dim)
+            expected = expected_row(s, row, run.lane, run.pos0 + i, rule, sinks)
+            assert np.abs(found[run.row + i] - expected).max() < 2e-3 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("k_q8", "v_q8"), [(False, False), (True, True), (True, False), (False, True)])
+def test_prefill_ragged_batches(cuda_rig: Rig, k_q8: bool, v_q8: bool) -> None:
+    """From the start, in the middle, one row, and a piece that ends on a border of the 64 cells."""
+    heads = HeadShape(4, 2, 64, k_q8, v_q8)
+    check_prefill(cuda_rig, heads, [(0, 37), (61, 3), (63, 1), (100, 28)], k.Rule(64**-0.5))
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 256])
+def test_prefill_head_sizes(cuda_rig: Rig, head_dim: int) -> None:
+    check_prefill(cuda_rig, HeadShape(2, 1, head_dim, False, True), [(0, 5), (30, 9)], k.Rule(head_dim**-0.5))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+def test_prefill_window(cuda_rig: Rig, window: int) -> None:
+    """Rows of one tile begin at different cells, and some see nothing of the first cells loaded."""
+    check_prefill(cuda_rig, HeadShape(2, 2, 32, True, True), [(0, 70), (150, 66)], k.Rule(0.2, window=window))
+
+
+@pytest.mark.parametrize("n_head", [1, 7, 16])
+def test_prefill_groups_softcap_sinks(cuda_rig: Rig, n_head: int) -> None:
+    rule = k.Rule(0.5, softcap=3.0)
+    check_prefill(cuda_rig, HeadShape(n_head, 1, 64, False, False), [(3, 11)], rule, with_sinks=True)
+
+
+def test_prefill_row_is_the_same_in_any_tile(cuda_rig: Rig) -> None:
+    """Bit for bit: a prompt at once, and cut into pieces as a busy scheduler cuts it."""
+    heads, n = HeadShape(2, 1, 32, False, False), 150
+    s = sequences(cuda_rig, heads, [n])
+    q = np.random.default_rng(6).standard_normal((n, 64)).astype(np.float32)
+    results = []
+    for cuts in ([0, n], [0, 1, 50, 64, 113, n]):
+        runs = [Run(0, a, b - a, a, is_decode=False) for a, b in pairwise(cuts)]
+        tiles, out = k.prefill_tiles(runs, heads), cuda_rig.empty(q.nbytes)
+        k.attention_prefill(
+            cuda_rig.run, cuda_rig.put(q), s.cached, cuda_rig.put(tiles), out,
+            n_tiles=len(tiles), q_stride=64, heads=heads, rule=k.Rule(0.2, window=90),
+        )  # fmt: skip
+        results.append(cuda_rig.get(out, q.shape, np.float32))
+    assert np.array_equal(*results)
+
+
+def test_prefill_tiles_cover_every_row_once() -> None:
+    runs = [Run(2, 0, 25, 7, is_decode=False), Run(0, 25, 3, 0, is_decode=False)]
+    tiles = k.prefill_tiles(runs, HeadShape(14, 2, 64, False, False))
+    assert tiles.tolist() == [[0, 9, 2, 7], [9, 9, 2, 16], [18, 7, 2, 25], [25, 3, 0, 0]]

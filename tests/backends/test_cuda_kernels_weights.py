@@ -9,22 +9,13 @@ from cuda_rig import Rig
 
 pytest.importorskip("cuda.core")
 
-from cuda_weights import random_matrix
+from cuda_weights import random_matrix, upload
 
 from llamatrio.backends.cuda.kernels import matmul, rows
 from llamatrio.backends.cuda.kernels import weights as w
 from llamatrio.backends.cuda.kernels.weights import WeightType
 
 TYPES = list(WeightType)
-
-
-def upload(rig: Rig, type: WeightType, data: np.ndarray, n_rows: int, k: int, n_expert: int = 1) -> w.Matrix:
-    n = n_rows * n_expert
-    if type.is_float:
-        return w.Matrix(type, rig.put(data), n_rows, k, n_expert)
-    planes = rig.empty(w.planes_bytes(type, n, k))
-    w.planar_rows(rig.run, rig.put(data), planes, type=type, n_rows=n, k=k)
-    return w.Matrix(type, planes, n_rows, k, n_expert)
 
 
 def decode_rows(rig: Rig, matrix: w.Matrix, x: np.ndarray) -> tuple[rows.Rows, np.ndarray]:

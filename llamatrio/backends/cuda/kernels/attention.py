@@ -5,7 +5,10 @@ Decode rows take the first, prompt rows the second, whatever their number (see `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from llamatrio.backends.cuda.kernels.launcher import (
     WARP,
@@ -16,9 +19,13 @@ from llamatrio.backends.cuda.kernels.launcher import (
     require_multiple,
 )
 from llamatrio.backends.cuda.kernels.rows import HeadShape
+from llamatrio.sched.types import Int32Array, Run
 
 HEADS = 8
 """Query heads of one KV head that a decode block takes."""
+
+TILE = 64
+"""Fragment rows of a prefill block: rows of the prompt times query heads of a group."""
 
 
 class Rule(NamedTuple):
@@ -102,3 +109,58 @@ def attention_decode(
         grid, sizes = (n_rows, heads.n_head), (i32(n_splits), i32(rule.window))
         pointers = (partial, positions, rule.sinks, out)
         run("attention_combine", grid, heads.head_dim, *pointers, *sizes, D=heads.head_dim)
+
+
+def prefill_tiles(runs: Iterable[Run], heads: HeadShape) -> Int32Array:
+    """int32 [n_tiles, 4], attention_prefill's work: (first row, n_rows, lane, first position) of pieces of runs."""
+    step = TILE // (heads.n_head // heads.n_head_kv)
+    tiles = [
+        (run.row + at, min(step, run.n_rows - at), run.lane, run.pos0 + at)
+        for run in runs
+        for at in range(0, run.n_rows, step)
+    ]
+    return np.array(tiles, np.int32).reshape(-1, 4)
+
+
+def attention_prefill(
+    run: Launcher,
+    q: DevicePointer,
+    cached: Cached,
+    tiles: DevicePointer,
+    out: DevicePointer,
+    *,
+    n_tiles: int,
+    q_stride: int,
+    heads: HeadShape,
+    rule: Rule,
+) -> None:
+    """out f32 [n_rows, n_head * head_dim] for the rows in `tiles` (int32 [n_tiles, 4], see prefill_tiles).
+
+    q f32 [n_rows, q_stride] (a multiple of 4). Every row's own cell is stored already. At most 64 heads to a group.
+    """
+    require_multiple("head_dim", heads.head_dim, WARP)
+    require_multiple("q_stride", q_stride, 4)
+    run(
+        "attention_prefill",
+        (n_tiles, heads.n_head_kv),
+        128,
+        q,
+        cached.k_rows,
+        cached.v_rows,
+        cached.cell_table,
+        tiles,
+        rule.sinks,
+        out,
+        i32(q_stride),
+        i32(cached.table_stride),
+        i32(heads.n_head),
+        i32(heads.n_head_kv),
+        i32(heads.k_row_bytes),
+        i32(heads.v_row_bytes),
+        i32(rule.window),
+        f32(rule.scale),
+        f32(rule.softcap),
+        D=heads.head_dim,
+        K_Q8=int(heads.k_q8),
+        V_Q8=int(heads.v_q8),
+    )

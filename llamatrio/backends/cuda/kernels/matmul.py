@@ -6,12 +6,16 @@ depend on its neighbours: decode rows take matmul_rows (int8 activations) or mat
 
 from __future__ import annotations
 
+from llamatrio.backends.cuda.kernels.experts import ExpertPlan
 from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher, i32, require_multiple
 from llamatrio.backends.cuda.kernels.rows import RowKind, Rows
 from llamatrio.backends.cuda.kernels.weights import BLOCK, Matrix
 
 COLUMNS = 8
 """Output columns of one block of matmul_rows: four warps, two columns each."""
+
+TILE_COLUMNS = 128
+"""Output columns of one block of matmul_tile."""
 
 
 def rows_variant(n_rows: int) -> int:
@@ -73,3 +77,53 @@ def _few_rows(
         return
     more = (i32(matrix.n_expert), i32(share))
     run("matmul_rows", grid, 128, matrix.planes, x.out, x.extra, *tail, *more, **defines)
+
+
+def tile_rows(n_rows: int) -> int:
+    """-DROWS of matmul_tile for n rows (or, with experts, for the rows that an expert gets on average)."""
+    return next((n for n in (16, 64) if n_rows <= n), 128)
+
+
+def matmul_tile(
+    run: Launcher, matrix: Matrix, x: Rows, bias: DevicePointer, out: DevicePointer, *, n_rows: int
+) -> None:
+    """out f32 [n_rows, n_out] = x W^T (+ bias f32 [n_out] unless 0). x: RowKind.F16."""
+    rows = tile_rows(n_rows)
+    _tiles(run, matrix, x, bias, (0, 0), out, n_rows, rows, -(-n_rows // rows), 1)
+
+
+def matmul_expert_tile(
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    plan: ExpertPlan,
+    out: DevicePointer,
+    *,
+    n_pairs: int,
+    share: int,
+) -> None:
+    """As matmul_expert_rows, for the rows of prompts: pairs in the plan's tiles. x: RowKind.F16."""
+    pointers = (plan.tiles, plan.order)
+    _tiles(run, matrix, x, bias, pointers, out, n_pairs, plan.tile_rows, plan.n_tiles, share)
+
+
+def _tiles(
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    tiles: tuple[DevicePointer, DevicePointer],
+    out: DevicePointer,
+    n_rows: int,
+    rows: int,
+    n_tiles: int,
+    share: int,
+) -> None:
+    if x.kind is not RowKind.F16:
+        raise ValueError(f"expected rows as F16, not {x.kind.name}")
+    require_multiple("k", matrix.k, BLOCK)
+    grid = (-(-matrix.n_out // TILE_COLUMNS), n_tiles)
+    pointers = (matrix.planes, x.out, x.extra, bias, *tiles, out)
+    sizes = (i32(matrix.n_out), i32(matrix.k), i32(n_rows), i32(matrix.n_expert), i32(share))
+    run("matmul_tile", grid, 128, *pointers, *sizes, TYPE=matrix.type, ROWS=rows)
