@@ -1,0 +1,3 @@
+from tests.emucuda.plugin import emucuda, emucuda_checked
+
+__all__ = ["emucuda", "emucuda_checked"]

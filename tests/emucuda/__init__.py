@@ -1,0 +1,1 @@
+"""An emulated CUDA driver for tests: see README.md."""

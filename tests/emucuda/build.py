@@ -1,0 +1,133 @@
+"""Builds the driver library and kernel objects, cached by the contents of what they are made of.
+
+Rules:
+ * everything lies under config.cache_dir()/emucuda: `driver-<hash>/libcuda.so.1`, `kernels-<hash>/<image key>/`;
+ * a hash covers the sources that take part, so a change of the driver keeps the kernels, and the other way round;
+ * a result appears by rename, so that processes may build at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llamatrio.config import cache_dir
+
+HERE = Path(__file__).parent
+DRIVER_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden"]
+KERNEL_FLAGS = [
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w",
+    "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fno-math-errno",
+]  # fmt: skip
+
+
+class BuildError(Exception):
+    """The compiler is missing or refused."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, or g++ where it is installed."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _hash_of(paths: list[Path], *more: str) -> str:
+    digest = hashlib.sha256("\0".join(more).encode())
+    for path in sorted(paths):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _machine_flags() -> list[str]:
+    return ["-march=native"]
+
+
+def root() -> Path:
+    return cache_dir() / "emucuda"
+
+
+@functools.cache
+def kernel_dir() -> Path:
+    """Where PTX and kernel objects lie, for this state of the translator."""
+    sources = [*(HERE / "ptx").rglob("*.py"), *(HERE / "kernel").glob("*.h"), Path(__file__)]
+    path = root() / f"kernels-{_hash_of(sources, _cpu_name())}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _cpu_name() -> str:
+    """What -march=native depends on: a cache may travel between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def driver_library() -> Path:
+    """Path of libcuda.so.1, built if need be. Raises BuildError."""
+    sources = sorted((HERE / "driver").glob("*.cpp"))
+    headers = [*(HERE / "driver").glob("*.h"), *(HERE / "kernel").glob("*.h")]
+    folder = root() / f"driver-{_hash_of([*sources, *headers], *DRIVER_FLAGS)}"
+    library = folder / "libcuda.so.1"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _build_driver(sources, library)
+    return library
+
+
+def _build_driver(sources: list[Path], library: Path) -> None:
+    scratch = library.with_name(f"build-{os.getpid()}")
+    scratch.mkdir(exist_ok=True)
+
+    def compile_one(source: Path) -> Path:
+        target = scratch / f"{source.stem}.o"
+        _run([_need_compiler(), *DRIVER_FLAGS, "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = [str(path) for path in pool.map(compile_one, sources)]
+    linked = scratch / "libcuda.so.1"
+    soname = ["-Wl,-soname,libcuda.so.1"]
+    _run([_need_compiler(), "-shared", *objects, "-o", str(linked), *soname, "-lpthread", "-ldl"])
+    linked.rename(library)
+    shutil.rmtree(scratch)
+
+
+def build_kernel(ptx: Path, entry: str, target: Path) -> None:
+    """Translates one entry of a PTX file into the shared object `target`. Raises PtxError or BuildError."""
+    from .ptx.parser import parse
+    from .ptx.translate import translate
+
+    text = translate(parse(ptx.read_text()), entry)
+    source = target.with_suffix(f".{os.getpid()}.cpp")
+    source.write_text(text)
+    built = target.with_suffix(f".{os.getpid()}.so")
+    include = f"-I{HERE / 'kernel'}"
+    _run([_need_compiler(), *KERNEL_FLAGS, *_machine_flags(), include, str(source), "-o", str(built)])
+    source.rename(target.with_suffix(".cpp"))
+    built.rename(target)
+
+
+def builder_command() -> str:
+    """The shell command by which the driver builds a kernel: `COMMAND folder entry stem`."""
+    return f"'{sys.executable}' '{HERE / 'build_kernel.py'}'"
+
+
+def _need_compiler() -> str:
+    found = compiler()
+    if found is None:
+        raise BuildError("no C++ compiler: install g++, or set CXX")
+    return found
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
