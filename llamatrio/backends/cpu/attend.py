@@ -75,22 +75,37 @@ def _first_position(layers, layer, position):
 
 
 @njit
-def _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, state):
-    """One chunk of one batch of heads of one row, into `state`."""
-    position = _position(step, row)
-    first = max(_first_position(layers, layer, position), chunk * CHUNK)
-    n = min(position + 1, (chunk + 1) * CHUNK) - first
+def _chunk_start(layers, layer, position, chunk):
+    return max(_first_position(layers, layer, position), chunk * CHUNK)
+
+
+@njit
+def _chunk_cells(position, chunk, start):
+    return min(position + 1, (chunk + 1) * CHUNK) - start
+
+
+@njit
+def _attend_chunk(
+    step, layers, layer, batches, member, row, chunk, kv_head, batch, state, next_row, next_chunk, next_head
+):
+    """One chunk of one batch of heads of one row, into `state`, while the next chunk's cells are fetched."""
+    position, next_position = _position(step, row), _position(step, next_row)
+    start = _chunk_start(layers, layer, position, chunk)
+    n = _chunk_cells(position, chunk, start)
+    next_start = _chunk_start(layers, layer, next_position, next_chunk)
+    next_n = _chunk_cells(next_position, next_chunk, next_start)
     head = kv_head * (step[t.N_HEAD] // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
     if step[t.K_IS_Q8]:
         query = step[t.QUERIES] + (row * step[t.N_HEAD] + head) * step[t.QUERY_BYTES]
     else:
         n_heads = step[t.N_HEAD] + 2 * step[t.N_HEAD_KV]
         query = step[t.QKV] + 4 * (row * n_heads + head) * step[t.HEAD_DIM]
-    cells = load_i64(step[t.CELL_LISTS], row) + 4 * first
+    cells = load_i64(step[t.CELL_LISTS], row) + 4 * start
+    next_cells = load_i64(step[t.CELL_LISTS], next_row) + 4 * next_start
     scratch = step[t.ATTN_SCRATCH] + member * step[t.PRIVATE_BYTES]
     call_kernel(
-        batches[batch, t.B_KERNEL], query, layers[layer, t.K_POOL], layers[layer, t.V_POOL], cells, n, state,
-        scratch, step[t.K_STRIDE], step[t.V_STRIDE], kv_head, step[t.ATTN_CAP],
+        batches[batch, t.B_KERNEL], query, layers[layer, t.K_POOL], layers[layer, t.V_POOL], cells, n, state, scratch,
+        step[t.K_STRIDE], step[t.V_STRIDE], kv_head, step[t.ATTN_CAP], next_cells, next_n, next_head,
     )  # fmt: skip
 
 
@@ -106,14 +121,26 @@ def attend_chunks(step, layers, layer, batches, member, n_members):
     before, unit = 0, 0
     for row in range(step[t.N_ROWS]):
         n_chunks = _n_chunks(step, layers, layer, row)
-        first_chunk = _first_position(layers, layer, _position(step, row)) // CHUNK
+        first_chunk = _first_chunk(step, layers, layer, row)
         for i in range(max(0, first - unit), min(n_chunks * per_chunk, last - unit)):
             chunk, kv_head, batch = i // per_chunk, i % per_chunk // n_batches, i % n_batches
             head = kv_head * group + batches[batch, t.B_FIRST_HEAD]
             state = step[t.STATES] + ((before + chunk) * n_head + head) * step[t.STATE_BYTES]
-            _attend_chunk(step, layers, layer, batches, member, row, first_chunk + chunk, kv_head, batch, state)
+            next_row, next_chunk, next_head = row, first_chunk + (i + 1) // per_chunk, (i + 1) % per_chunk // n_batches
+            if i + 1 == n_chunks * per_chunk:
+                next_row = min(row + 1, step[t.N_ROWS] - 1)
+                next_chunk = _first_chunk(step, layers, layer, next_row)
+            _attend_chunk(
+                step, layers, layer, batches, member, row, first_chunk + chunk, kv_head, batch, state,
+                next_row, next_chunk, next_head,
+            )  # fmt: skip
         unit += n_chunks * per_chunk
         before += n_chunks
+
+
+@njit
+def _first_chunk(step, layers, layer, row):
+    return _first_position(layers, layer, _position(step, row)) // CHUNK
 
 
 @njit
@@ -158,7 +185,10 @@ def attend_whole_rows(step, layers, layer, batches, member, first_row, n_rows):
         first_chunk = _first_position(layers, layer, position) // CHUNK
         for chunk in range(first_chunk, position // CHUNK + 1):
             into = state if chunk == first_chunk else part
-            _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, into)
+            next_chunk = min(chunk + 1, position // CHUNK)
+            _attend_chunk(
+                step, layers, layer, batches, member, row, chunk, kv_head, batch, into, row, next_chunk, kv_head
+            )
             if chunk > first_chunk:
                 call_kernel(step[t.F_MERGE], state, part, batches[batch, t.B_HEADS])
         head = kv_head * group + batches[batch, t.B_FIRST_HEAD]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from llvmlite import ir
 
@@ -112,10 +113,13 @@ def quantize_query(head_dim: int) -> Callable[[Asm, Value, Value, Value], None]:
 
 
 def attend(shape: AttentionShape) -> Callable[..., None]:
-    """Emitter of (q, k, v, cells, n, state, scratch, k_stride, v_stride, head, cap_bits).
+    """Emitter of (q, k, v, cells, n, state, scratch, k_stride, v_stride, head, cap_bits, next cells, n and head).
 
     k, v: addresses of the pools of one layer; cells: i32 [n] indices of rows there, in order of position,
     1 <= n <= CHUNK; head: the kv head; k_stride, v_stride: bytes of a row; scratch: scratch_bytes(shape) bytes.
+
+    Rows are scattered, so no hardware foresees them: while a chunk is computed, the rows of the next (i32
+    [next_n >= 1] at next_cells, kv head next_head) are asked for.
     """
 
     def emit(
@@ -131,12 +135,28 @@ def attend(shape: AttentionShape) -> Callable[..., None]:
         v_stride: Value,
         head: Value,
         cap_bits: Value,
+        next_cells: Value,
+        next_n: Value,
+        next_head: Value,
     ) -> None:
-        q, state, scratch, cells = (a.pointer(x) for x in (q, state, scratch, cells))
-        k_rows = _Rows(a, shape, shape.type_k, a.pointer(k), k_stride, cells, head)
-        v_rows = _Rows(a, shape, shape.type_v, a.pointer(v), v_stride, cells, head)
+        q, k, v, state, scratch, cells, next_cells = (
+            a.pointer(x) for x in (q, k, v, state, scratch, cells, next_cells)
+        )
+        k_rows = _Rows(a, shape, shape.type_k, k, k_stride, cells, head)
+        v_rows = _Rows(a, shape, shape.type_v, v, v_stride, cells, head)
+        next_k = _Rows(a, shape, shape.type_k, k, k_stride, next_cells, next_head)
+        next_v = _Rows(a, shape, shape.type_v, v, v_stride, next_cells, next_head)
+
+        def prefetch(i: Value) -> None:
+            for j in range(LANES):
+                place, ahead = a.minimum(a.add(i, j), a.add(n, -1)), a.minimum(a.add(i, j), a.add(next_n, -1))
+                v_rows.prefetch(place, "L1")
+                k_rows.prefetch(a.minimum(a.add(i, LANES + j), a.add(n, -1)), "L1")
+                next_k.prefetch(ahead, "L2")
+                next_v.prefetch(ahead, "L2")
+
         cap = a.splat(a.bitcast(a.builder.trunc(cap_bits, i32), f32)) if shape.has_softcap else None
-        largest = _scores(a, shape, q, k_rows, v_rows, n, scratch, cap)
+        largest = _scores(a, shape, q, k_rows, n, scratch, cap, prefetch)
         sums = _weights(a, shape, v_rows, n, scratch, largest)
         outputs = _outputs(a, shape, v_rows, n, scratch)
         for h in range(shape.n_heads):
@@ -173,10 +193,10 @@ class _Rows:
         cell = self.a.builder.zext(self.a.load(self.cells, self.a.mul(place, 4), i32), i64)
         return self.a.at(self.base, self.a.mul(cell, self.stride))
 
-    def prefetch(self, place: Value) -> None:
+    def prefetch(self, place: Value, into: Literal["L1", "L2"]) -> None:
         row = self.row(place)
         for line in range(0, self.head_bytes, 64):
-            self.a.prefetch(row, line, "L1")
+            self.a.prefetch(row, line, into)
 
     def scales_of(self, places: Value, block: int) -> Value:
         """The scales of one block of 16 rows as 16 x f32; `places` is 16 x i64."""
@@ -190,7 +210,14 @@ class _Rows:
 
 
 def _scores(
-    a: Asm, shape: AttentionShape, q: Value, k: _Rows, v: _Rows, n: Value, scratch: Value, cap: Value | None
+    a: Asm,
+    shape: AttentionShape,
+    q: Value,
+    k: _Rows,
+    n: Value,
+    scratch: Value,
+    cap: Value | None,
+    prefetch: Callable[[Value], None],
 ) -> list[Value]:
     """Scores into scratch [head][CHUNK], MASKED beyond n; per head the largest of all, in all lanes."""
     last = a.add(n, -1)
@@ -198,10 +225,7 @@ def _scores(
 
     def block(i: Value, largest: list[Value]) -> list[Value]:
         places = [a.minimum(a.add(i, j), last) for j in range(LANES)]
-        for place in places:
-            v.prefetch(place)
-        for j in range(LANES):
-            k.prefetch(a.minimum(a.add(i, LANES + j), last))
+        prefetch(i)
         scores = step(a, shape, q, k, places)
         inside = a.builder.icmp_signed(
             "<", ir.Constant(vi32, list(range(LANES))), a.splat(a.builder.trunc(a.builder.sub(n, i), i32))
