@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,27 @@ class Model:
     file: GGUFFile
     spec: ModelSpec
     tokenizer: Tokenizer
-    template: ChatTemplate
+    chat_template: ChatTemplate
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self.file.path
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, as llama-server's clients know a model."""
+        return self.file.path.stem
+
+    @property
+    def n_params(self) -> int:
+        """Weights in the file."""
+        return sum(math.prod(tensor.shape) for tensor in self.file.tensors.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.file.tensors.values())
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

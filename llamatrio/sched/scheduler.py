@@ -97,6 +97,7 @@ class Scheduler:
         self._full: dict[int, int] = {}
         """Of the batch in flight: index into _out -> index of its whole row in the output."""
         self._jobs: list[SaveTicket | RestoreTicket] = []
+        self._finished: list[Sequence] = []
         self._restoring: dict[int, list[Sequence]] = {}
         """Sequences that wait for a restore, by the identity of its ticket."""
         self._next_id = 0
@@ -116,7 +117,7 @@ class Scheduler:
         if seq.status is Status.FINISHED:
             return
         was = seq.status
-        seq.status, seq.finish_reason = Status.FINISHED, reason
+        self._end(seq, reason)
         if was is Status.WAITING:
             self.waiting.remove(seq)
         elif not self._is_in_flight(seq) and was is not Status.RESTORING:
@@ -131,6 +132,15 @@ class Scheduler:
         """Saves and restores that have begun and are to be carried out."""
         jobs, self._jobs = self._jobs, []
         return jobs
+
+    def in_flight(self) -> list[Sequence]:
+        """The sequences of the batch that schedule returned last, one for each of its runs."""
+        return [seq for seq, _ in self._in_flight]
+
+    def take_finished(self) -> list[Sequence]:
+        """Sequences that have ended since the last call, for whatever reason."""
+        finished, self._finished = self._finished, []
+        return finished
 
     # ---------------------------------------------------------------- a step
 
@@ -165,7 +175,7 @@ class Scheduler:
         for seq, run in flight:
             seq.n_past += run.n_rows
             if seq.request.max_tokens == 0 and seq.n_pending == 0 and not _is_done(seq):
-                seq.status, seq.finish_reason = Status.FINISHED, "length"
+                self._end(seq, "length")
         new = [self._take_token(seq, output, i, now) for i, seq in enumerate(self._out) if not _is_done(seq)]
         self._out = []
         for seq, run in flight:
@@ -182,7 +192,7 @@ class Scheduler:
             assert seq.lane is not None
             self.cells.seq_rm(seq.lane, seq.n_past)
             if not _is_done(seq):
-                seq.status, seq.finish_reason = Status.FINISHED, "error"
+                self._end(seq, "error")
             self._retire(seq, now)
         return [seq for seq, _ in flight]
 
@@ -375,9 +385,9 @@ class Scheduler:
         if seq.first_token_at is None:
             seq.first_token_at = now
         if choice.id in self.limits.eog_ids and not seq.request.sampling.ignore_eos:
-            seq.status, seq.finish_reason = Status.FINISHED, "stop"
+            self._end(seq, "stop")
         elif seq.n_predicted == seq.request.max_tokens or len(seq.tokens) >= self.limits.n_ctx_seq:
-            seq.status, seq.finish_reason = Status.FINISHED, "length"
+            self._end(seq, "length")
         return NewToken(seq, choice)
 
     def _banned(self, seq: Sequence) -> Collection[int]:
@@ -386,6 +396,10 @@ class Scheduler:
         return self.limits.eog_ids if params.ignore_eos or seq.n_predicted < params.min_tokens else ()
 
     # ---------------------------------------------------------------- leaving
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+        self._finished.append(seq)
 
     def _share(self, seq: Sequence, n: int, now: float) -> None:
         """The sequence's first n tokens become a prefix that others can use while it runs on."""

@@ -16,8 +16,8 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "models").glob("*.gguf")
 def test_golden_models_open(path: Path) -> None:
     with open_model(path) as model:
         assert model.tokenizer.n_vocab == model.spec.n_vocab == 288
-        assert not model.template.is_default
-        assert model.template.fault is None
+        assert not model.chat_template.is_default
+        assert model.chat_template.fault is None
         assert model.file.data("token_embd.weight").shape[0] == 288
 
 

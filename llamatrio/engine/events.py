@@ -1,0 +1,43 @@
+"""What a generation reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamatrio.sched.sampler import Choice
+from llamatrio.sched.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens that were made. `text` may be empty: a character or a stop string may still be incomplete."""
+
+    text: str
+    ids: tuple[int, ...]
+    probs: tuple[Choice, ...] = ()
+    """One for each id, when the request asked for probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a generation stands. Times are in seconds."""
+
+    n_prompt: int
+    n_cached: int
+    """Prompt tokens that were not evaluated because their KV was known."""
+    n_predicted: int
+    prompt_seconds: float
+    """From the start on a lane to the first token."""
+    predicted_seconds: float
+    """From the first token on."""
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Progress):
+    """The last event of a generation."""
+
+    reason: FinishReason
+    stopping_word: str
+    seed: int
+    error: str = ""

@@ -1,0 +1,116 @@
+"""Generation: one request under way, as its reader sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import trio
+
+from llamatrio.engine.events import Finished, Progress, TokenEvent
+from llamatrio.sched.sampler import Choice
+from llamatrio.sched.sequence import Sequence, Status
+from llamatrio.sched.text import TextAssembler
+
+MAX_BEHIND = 64
+"""Events a reader may be behind before its sequence is left out of steps. It goes on when half of them are taken."""
+
+Event = TokenEvent | Finished
+
+
+class Generation:
+    """Events of one continuation: any number of TokenEvent, then exactly one Finished.
+
+    Use it as a context manager: leaving the block early cancels the request at once, without an await, so it is safe
+    wherever cancellation arrives.
+
+        with engine.start(request) as generation:
+            async for event in generation: ...
+    """
+
+    def __init__(self, seq: Sequence, cancel: Callable[[Generation], None], resume: Callable[[], None]) -> None:
+        self.seq = seq
+        self.assembler = TextAssembler(seq.request.stop)
+        self.stopping_word = ""
+        self.error = ""
+        self.last_event_at: float | None = None
+        self._cancel = cancel
+        self._resume = resume
+        # The channel itself has no bound: a sequence whose reader is behind is paused instead, and then makes at
+        # most the token that is in flight.
+        self._send, self._receive = trio.open_memory_channel[Event](math.inf)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._receive.close()
+        self._cancel(self)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Event:
+        try:
+            event = await self._receive.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+        if self.seq.is_paused and self._n_behind() <= MAX_BEHIND // 2:
+            self.seq.is_paused = False
+            self._resume()
+        return event
+
+    def progress(self) -> Progress:
+        """Where it stands now."""
+        seq, now = self.seq, trio.current_time()
+        started = seq.started if seq.started is not None else now
+        first = seq.first_token_at
+        ended = self.last_event_at if self.last_event_at is not None else now
+        return Progress(
+            n_prompt=seq.n_prompt,
+            n_cached=seq.n_cached,
+            n_predicted=seq.n_predicted,
+            prompt_seconds=(first if first is not None else ended) - started,
+            predicted_seconds=ended - first if first is not None else 0.0,
+            lane=seq.lane if seq.lane is not None else -1,
+        )
+
+    # ---------------------------------------------------------------- the decode task's side
+
+    def put(self, choice: Choice, piece: bytes, now: float) -> str | None:
+        """Hands a token to the reader; returns the stop string that it completed, if it did."""
+        shown = self.assembler.feed(piece)
+        self.last_event_at = now
+        probs = (choice,) if self.seq.request.sampling.n_probs else ()
+        self._put(TokenEvent(shown.text, (choice.id,), probs))
+        if shown.stopping_word is not None:
+            self.stopping_word = shown.stopping_word
+        elif self._n_behind() >= MAX_BEHIND and self.seq.status is not Status.FINISHED:
+            self.seq.is_paused = True
+        return shown.stopping_word
+
+    def finish(self, lane: int) -> None:
+        """Hands over what text is left, and the end."""
+        seq = self.seq
+        assert seq.finish_reason is not None
+        if (rest := self.assembler.flush()) and not self.stopping_word:
+            self._put(TokenEvent(rest, ()))
+        at = self.progress()
+        self._put(
+            Finished(
+                at.n_prompt, at.n_cached, at.n_predicted, at.prompt_seconds, at.predicted_seconds, lane,
+                reason=seq.finish_reason, stopping_word=self.stopping_word, seed=seq.seed, error=self.error,
+            )
+        )  # fmt: skip
+        self._send.close()
+
+    def _put(self, event: Event) -> None:
+        with suppress(trio.BrokenResourceError):  # the reader has gone, and has cancelled the request
+            self._send.send_nowait(event)
+
+    def _n_behind(self) -> int:
+        return self._send.statistics().current_buffer_used

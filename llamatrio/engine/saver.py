@@ -1,0 +1,183 @@
+"""Saves and restores: carries out the tickets that the scheduler issues, in a nursery of its own.
+
+A save is, for each chunk that fits a staging buffer: gather on the device, wait for it, copy into pages. Then the
+ticket is committed, all at once. Whatever goes wrong ends in an abort: the entry never was there, the cells are as
+before, and the server goes on. Only errors of the device and of memory are expected; others are bugs and propagate.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import trio
+
+from llamatrio.backends.base import Backend, StagingBuffer, UInt8Array
+from llamatrio.config import MIB
+from llamatrio.engine.completion import RunBlocking, completed
+from llamatrio.engine.staging import StagingPool
+from llamatrio.engine.stats import Totals
+from llamatrio.errors import BackendError
+from llamatrio.kv.packed import PackedKV, page_sizes
+from llamatrio.kv.prompt_cache import PromptCache, RestoreTicket, SaveTicket
+
+_log = logging.getLogger("llamatrio.cache")
+
+
+class Saver:
+    """Owned by the engine; its tasks run in the saver nursery.
+
+    on_restored(ticket, ok) tells the scheduler; wake() lets the decode task look again.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        cache: PromptCache,
+        staging: StagingPool,
+        totals: Totals,
+        *,
+        run_copy: RunBlocking,
+        on_restored: Callable[[RestoreTicket, bool], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._cache = cache
+        self._staging = staging
+        self._totals = totals
+        self._run_copy = run_copy
+        self._on_restored = on_restored
+        self._wake = wake
+
+    async def carry_out(self, ticket: SaveTicket | RestoreTicket) -> None:
+        """Ends a ticket, one way or the other."""
+        if isinstance(ticket, SaveTicket):
+            await self.save(ticket)
+        else:
+            await self.restore(ticket)
+
+    async def save(self, ticket: SaveTicket) -> None:
+        """Copies the ticket's cells into host memory and commits it."""
+        started = trio.current_time()
+        _log.info("saving idle slot to prompt cache")
+        _log.info(
+            " - saving prompt with length %d, total state size = %.3f MiB (%d new tokens)",
+            ticket.n_prefix,
+            ticket.reserved_bytes / MIB,
+            len(ticket.cells),
+        )
+        pages: list[UInt8Array] | None = None
+        try:
+            pages = await self._gather(ticket)
+        except (BackendError, MemoryError) as error:
+            _log.error("failed to save a prompt of %d tokens: %s", ticket.n_prefix, error)
+        finally:
+            if pages is None:
+                self._cache.abort_save(ticket)
+            else:
+                self._cache.commit_save(ticket, pages)
+            self._wake()
+        seconds = trio.current_time() - started
+        self._totals.save_seconds += seconds
+        _log.info("prompt cache update took %.2f ms", seconds * 1000)
+
+    async def restore(self, ticket: RestoreTicket) -> None:
+        """Copies the ticket's records into its cells."""
+        started = trio.current_time()
+        ok = False
+        try:
+            await self._scatter(ticket)
+            ok = True
+        except BackendError as error:
+            _log.error("failed to restore %d tokens: %s", len(ticket.cells), error)
+        finally:
+            self._on_restored(ticket, ok)
+            self._wake()
+        self._totals.restore_seconds += trio.current_time() - started
+        _log.info(
+            "restored %d tokens from the prompt cache in %.2f ms",
+            len(ticket.cells),
+            (trio.current_time() - started) * 1000,
+        )
+
+    async def _gather(self, ticket: SaveTicket) -> list[UInt8Array]:
+        pages: list[UInt8Array] = []
+        done = 0
+        while done < len(ticket.cells):
+            async with self._staging.acquire() as buffer:
+                chunk = ticket.cells[done : done + buffer.capacity]
+                done += len(chunk)
+                gather = self._backend.gather_cells(chunk, buffer)
+                await completed(gather.cells_free)
+                if done == len(ticket.cells):
+                    self._cache.unpin_save(ticket)
+                await completed(gather.landed)
+                pages += await self._run_copy(_copy_out, buffer, len(chunk))
+        return pages
+
+    async def _scatter(self, ticket: RestoreTicket) -> None:
+        done = 0
+        while done < len(ticket.cells):
+            async with self._staging.acquire() as buffer:
+                chunk = ticket.cells[done : done + buffer.capacity]
+                await self._run_copy(_copy_in, ticket.records, done, buffer, len(chunk))
+                done += len(chunk)
+                await completed(self._backend.scatter_cells(buffer, chunk))
+
+
+def _copy_out(buffer: StagingBuffer, n: int) -> list[UInt8Array]:
+    pages: list[UInt8Array] = []
+    at = 0
+    for size in page_sizes(n):
+        pages.append(buffer.records[at : at + size].copy())
+        at += size
+    return pages
+
+
+def _copy_in(records: tuple[PackedKV, ...], start: int, buffer: StagingBuffer, n: int) -> None:
+    at = 0
+    for part, first, count in _parts(records, start, n):
+        part.copy_to(buffer.records[at : at + count], first)
+        at += count
+
+
+def _parts(records: tuple[PackedKV, ...], start: int, n: int) -> Iterator[tuple[PackedKV, int, int]]:
+    """Which records of which run make up [start, start + n) of all of them in a row."""
+    for part in records:
+        first = min(start, len(part))
+        count = min(len(part) - first, n)
+        if count:
+            yield part, first, count
+        start -= first
+        n -= count
+
+
+class CopyThread:
+    """One thread for the copies of saves and restores, which gives way to the step where the system lets it."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> CopyThread:
+        self._executor = ThreadPoolExecutor(1, "llamatrio-copy", initializer=_lower_priority)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._executor is not None
+        self._executor.shutdown()
+
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Runs blocking work on the thread."""
+        assert self._executor is not None
+        return await completed(self._executor.submit(work, *args))
+
+
+def _lower_priority() -> None:
+    """Threads have priorities of their own on Linux; elsewhere this would slow the whole process."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,395 @@
+"""The engine as a whole on the fake device: every answer proves that the right cells were used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from llamatrio.engine.engine import Engine
+from llamatrio.engine.events import Finished
+from llamatrio.engine.generation import MAX_BEHIND
+from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
+from llamatrio.sched.types import Request, SamplingParams
+from tests.fakes import FakeBackend, reference
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def prompt(n: int, salt: int = 1) -> tuple[int, ...]:
+    return tuple((salt * 13 + i * i) % 60 + 1 for i in range(n))
+
+
+async def run(engine: Engine, request: Request) -> tuple[list[int], str, Finished]:
+    ids: list[int] = []
+    text = ""
+    with engine.start(request) as generation:
+        async for event in generation:
+            if isinstance(event, Finished):
+                return ids, text, event
+            ids += event.ids
+            text += event.text
+    raise AssertionError("a generation ended without its last event")
+
+
+async def settled(engine: Engine) -> None:
+    """Waits until nothing is under way."""
+    await wait_all_tasks_blocked()
+    engine._scheduler.check_invariants()
+
+
+async def test_streams_that_run_together_each_get_their_own_text(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(512), n_parallel=4) as engine:
+        results = {}
+
+        async def one(salt: int) -> None:
+            results[salt] = await run(engine, Request(prompt(20, salt), GREEDY, max_tokens=30))
+
+        async with trio.open_nursery() as nursery:
+            for salt in range(9):
+                nursery.start_soon(one, salt)
+        for salt, (ids, _, finished) in results.items():
+            assert ids == reference(prompt(20, salt), 30)
+            assert finished.n_predicted == len(ids)
+            assert finished.reason == ("stop" if ids[-1] == 0 else "length")
+        await settled(engine)
+        assert engine.stats().cells_used == engine.stats().cells_idle
+
+
+async def test_b08_a_prompt_that_is_known_whole_evaluates_exactly_one_token(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(256)
+    async with open_fake(backend) as engine:
+        p = prompt(50)
+        for n, cached in ((50, 0), (50, 49), (50, 49), (30, 29), (50, 49), (1, 0)):
+            backend.pool.rows.clear()
+            ids, _, finished = await run(engine, Request(p[:n], GREEDY, max_tokens=1))
+            assert ids == reference(p[:n], 1)
+            assert (finished.n_prompt, finished.n_cached) == (n, cached)
+            assert sum(rows for rows, _ in backend.pool.rows) == n - cached
+
+
+async def test_b11_counters_never_fall_and_a_cached_prompt_keeps_its_count(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        _, _, first = await run(engine, Request(prompt(20), GREEDY, max_tokens=3))
+        before = engine.stats()
+        with engine.start(Request(prompt(30, 5), GREEDY)):
+            await trio.lowlevel.checkpoint()
+        _, _, second = await run(engine, Request(prompt(20), GREEDY, max_tokens=3))
+        after = engine.stats()
+        assert (first.n_prompt, first.n_cached) == (20, 0)
+        assert (second.n_prompt, second.n_cached) == (20, 19)
+        for name in ("prompt_tokens", "cached_tokens", "predicted_tokens", "n_decode_steps", "hits"):
+            assert getattr(after, name) >= getattr(before, name)
+        assert after.n_waiting == 0
+        assert not any(lane.is_processing for lane in after.lanes)
+
+
+async def test_b14_requests_start_in_order_of_arrival(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256), n_parallel=1) as engine:
+        arrivals: list[int] = []
+        starts: list[tuple[float, int]] = []
+
+        async def client(name: int) -> None:
+            for i in range(20):
+                key = name * 100 + i
+                arrivals.append(key)
+                with engine.start(Request(prompt(5, key), GREEDY, max_tokens=2)) as generation:
+                    async for _ in generation:
+                        pass
+                    started = generation.seq.started
+                    assert started is not None
+                    starts.append((generation.seq.id, key))
+
+        async with trio.open_nursery() as nursery:
+            for name in range(3):
+                nursery.start_soon(client, name)
+        assert [key for _, key in starts] == arrivals
+
+
+async def test_b15_a_queued_request_whose_client_left_is_never_run(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(512)
+    held: list[Callable[[], None]] = []
+    backend.on_forward = held.append
+    async with open_fake(backend, n_parallel=1) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(run, engine, Request(prompt(10, 1), GREEDY, max_tokens=60))
+        await wait_all_tasks_blocked()
+        with engine.start(Request(prompt(100, 2), GREEDY, max_tokens=200)):
+            await wait_all_tasks_blocked()
+        assert len(held) == 1
+        backend.on_forward = lambda complete: complete()
+        held[0]()
+        ids, _, _ = await run(engine, Request(prompt(10, 3), GREEDY, max_tokens=1))
+        assert ids == reference(prompt(10, 3), 1)
+        assert max(rows for rows, _ in backend.pool.rows) == 10, "the prompt of the client that left was evaluated"
+
+
+async def test_b16_a_client_that_leaves_frees_its_row_within_one_step(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(1024)
+    held: list[Callable[[], None]] = []
+    async with open_fake(backend, n_parallel=2) as engine, trio.open_nursery() as nursery:
+        other: list[tuple[list[int], str, Finished]] = []
+
+        async def bystander() -> None:
+            other.append(await run(engine, Request(prompt(9, 4), GREEDY, max_tokens=40)))
+
+        nursery.start_soon(bystander)
+        with engine.start(Request(prompt(10), SamplingParams(temperature=0, ignore_eos=True), max_tokens=900)) as g:
+            for _ in range(3):
+                await g.__anext__()
+            backend.on_forward = held.append
+            await wait_all_tasks_blocked()
+        assert len(held) == 1
+        assert sum(lane.is_processing for lane in engine.stats().lanes) == 1
+        backend.on_forward = lambda complete: complete()
+        n_runs = len(backend.pool.rows)
+        held[0]()
+        await wait_all_tasks_blocked()
+        assert other, "the bystander did not go on"
+        assert other[0][0] == reference(prompt(9, 4), 40)
+        # The step in flight still had both rows; after it only the bystander's.
+        assert len(backend.pool.rows) - n_runs <= 2 + 40
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+async def test_b18_small_limits_are_exact(open_fake, autojump_clock, n: int) -> None:
+    async with open_fake(FakeBackend(64)) as engine:
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        ids, text, finished = await run(engine, Request((5,), greedy, max_tokens=n))
+        assert (len(ids), len(text), finished.n_predicted, finished.reason) == (n, n, n, "length")
+        ids, _, _ = await run(engine, Request((5,), greedy, max_tokens=4))
+        assert ids[:n] == reference((5,), n, eog=())
+
+
+async def test_b20_a_prompt_must_leave_room_for_one_token(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(64)) as engine:
+        ids, _, finished = await run(engine, Request(prompt(63), GREEDY))
+        assert (len(ids), finished.reason) == (1, "length" if ids[-1] else "stop")
+        for n in (64, 65, 640):
+            with pytest.raises(ContextOverflowError) as caught:
+                engine.start(Request(prompt(n), GREEDY))
+            assert (caught.value.n_prompt_tokens, caught.value.n_ctx, caught.value.status) == (n, 64, 400)
+        _, _, finished = await run(engine, Request(prompt(63), GREEDY, max_tokens=1))
+        assert finished.n_cached == 62, "a refused request disturbed what was cached"
+
+
+@pytest.mark.parametrize("tokens", [(), (-1,), (64,), (1, 2**63)])
+async def test_b49_token_ids_that_do_not_exist_are_refused(open_fake, autojump_clock, tokens) -> None:
+    async with open_fake(FakeBackend(64)) as engine:
+        with pytest.raises(RequestError) as caught:
+            engine.start(Request(tokens, GREEDY))
+        assert caught.value.field == "prompt"
+
+
+async def test_b02_a_pinned_lane_finds_the_same_cache_as_any_other(open_fake, autojump_clock) -> None:
+    results = []
+    for lane in (1, None):
+        async with open_fake(FakeBackend(100), n_parallel=2) as engine:
+            await run(engine, Request(prompt(40, 1), GREEDY, max_tokens=5, lane=0))
+            await run(engine, Request(prompt(60, 2), GREEDY, max_tokens=5, lane=0))
+            ids, _, finished = await run(engine, Request(prompt(40, 1), GREEDY, max_tokens=5, lane=lane))
+            assert finished.n_cached > 0
+            assert lane is None or finished.lane == lane
+            results.append((ids, finished.n_cached, finished.n_prompt))
+    assert results[0] == results[1]
+    assert results[0][0] == reference(prompt(40, 1), 5)
+
+
+async def test_an_evicted_prefix_comes_back_from_the_host_and_gives_the_same_ids(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(100)
+    async with open_fake(backend, n_parallel=1, staging_mib=1) as engine:
+        first, _, _ = await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=4))
+        await settled(engine)
+        await run(engine, Request(prompt(90, 2), GREEDY, max_tokens=4))
+        assert backend.n_scattered == 0
+        again, _, finished = await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=4))
+        assert again == first == reference(prompt(70, 1), 4)
+        assert finished.n_cached == 69
+        assert backend.n_scattered >= 69
+        stats = engine.stats()
+        assert (stats.restores, stats.hits) == (1, 1)
+        await settled(engine)
+
+
+async def test_a_save_in_flight_never_holds_up_a_step(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(512)
+    held: list[Callable[[], None]] = []
+    async with open_fake(backend, n_parallel=2) as engine:
+        backend.on_copy = held.append
+        await run(engine, Request(prompt(50, 1), GREEDY, max_tokens=2))
+        await wait_all_tasks_blocked()
+        assert len(held) == 1
+        assert engine.stats().cells_pinned > 0
+        ids, _, _ = await run(engine, Request(prompt(50, 2), GREEDY, max_tokens=40))
+        assert ids == reference(prompt(50, 2), 40), "a stream waited for a save"
+        same, _, finished = await run(engine, Request(prompt(50, 1), GREEDY, max_tokens=2))
+        assert finished.n_cached == 49, "a newcomer waited for, or missed, what is still resident"
+        assert engine.stats().cache_entries == 0, "an entry was visible before its copy was done"
+        backend.on_copy = lambda complete: complete()
+        for complete in held:
+            complete()
+        await settled(engine)
+        assert engine.stats().cells_pinned == 0
+        assert engine.stats().cache_entries > 0
+
+
+async def test_a_save_that_fails_leaves_no_trace_and_the_server_goes_on(open_fake, autojump_clock, caplog) -> None:
+    backend = FakeBackend(100)
+    async with open_fake(backend, n_parallel=1) as engine:
+        backend.fail_next_copy = BackendError("out of pinned memory")
+        await run(engine, Request(prompt(30), GREEDY, max_tokens=2))
+        await settled(engine)
+        stats = engine.stats()
+        assert (stats.cache_bytes, stats.cache_entries, stats.cells_pinned) == (0, 0, 0)
+        assert "out of pinned memory" in caplog.text
+        ids, _, _ = await run(engine, Request(prompt(30), GREEDY, max_tokens=2))
+        assert ids == reference(prompt(30), 2)
+
+
+async def test_a_restore_that_fails_falls_back_to_evaluating(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(100)
+    async with open_fake(backend, n_parallel=1) as engine:
+        await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=2))
+        await settled(engine)
+        await run(engine, Request(prompt(90, 2), GREEDY, max_tokens=2))
+        await settled(engine)
+        backend.fail_next_copy = BackendError("copy failed")
+        ids, _, finished = await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=2))
+        assert ids == reference(prompt(70, 1), 2)
+        assert finished.n_cached < 69
+        await settled(engine)
+        assert engine.stats().misses["failed_restore"] == 1
+
+
+async def test_a_failed_step_ends_its_requests_and_nothing_else(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(256)
+    async with open_fake(backend) as engine:
+        backend.fail_next_forward = BackendError("launch failed")
+        _, _, finished = await run(engine, Request(prompt(20), GREEDY, max_tokens=5))
+        assert (finished.reason, finished.error) == ("error", "launch failed")
+        ids, _, _ = await run(engine, Request(prompt(20), GREEDY, max_tokens=5))
+        assert ids == reference(prompt(20), 5)
+        await settled(engine)
+
+
+async def test_a_bug_in_a_step_reaches_whoever_opened_the_engine(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(256)
+    backend.fail_next_forward = ZeroDivisionError("a bug")
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with open_fake(backend) as engine:
+            await run(engine, Request(prompt(20), GREEDY, max_tokens=5))
+    assert backend.is_closed
+
+
+async def test_closing_ends_every_request_and_waits_for_the_step_in_flight(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(512)
+    ends: list[Finished] = []
+    async with trio.open_nursery() as nursery:
+        async with open_fake(backend, n_parallel=1) as engine:
+
+            async def client(salt: int) -> None:
+                _, _, finished = await run(engine, Request(prompt(10, salt), SamplingParams(0.0, ignore_eos=True)))
+                ends.append(finished)
+
+            backend.on_forward = lambda complete: nursery.start_soon(later, complete)
+            nursery.start_soon(client, 1)
+            nursery.start_soon(client, 2)
+            await trio.sleep(5.5)
+        with pytest.raises(OverloadedError):
+            engine.start(Request(prompt(3)))
+    assert [end.reason for end in ends] == ["cancelled", "cancelled"]
+    assert all("shutting down" in end.error for end in ends)
+
+
+async def later(complete: Callable[[], None]) -> None:
+    await trio.sleep(1)
+    complete()
+
+
+async def test_a_reader_that_stalls_pauses_only_itself_and_is_cancelled_in_the_end(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(2000)
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    async with open_fake(backend, n_parallel=2, n_ctx=0, stream_stall_timeout=60.0) as engine:
+        with engine.start(Request(prompt(5), endless, max_tokens=1500)) as stalled:
+            ids, _, _ = await run(engine, Request(prompt(5, 2), endless, max_tokens=500))
+            assert ids == reference(prompt(5, 2), 500, eog=())
+            assert stalled.seq.n_predicted <= MAX_BEHIND + 1
+            await trio.sleep(61)
+            assert stalled.seq.finish_reason == "cancelled"
+            last = [event async for event in stalled][-1]
+            assert isinstance(last, Finished)
+            assert "nothing was read" in last.error
+            assert not any(lane.is_processing for lane in engine.stats().lanes)
+
+
+async def test_a_reader_that_catches_up_gets_every_token(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(2000)) as engine:
+        endless = SamplingParams(temperature=0, ignore_eos=True)
+        with engine.start(Request(prompt(5), endless, max_tokens=300)) as slow:
+            ids: list[int] = []
+            async for event in slow:
+                await trio.sleep(0.5)
+                if not isinstance(event, Finished):
+                    ids += event.ids
+        assert ids == reference(prompt(5), 300, eog=())
+
+
+async def test_a_stop_string_over_token_borders_is_cut_and_never_shown(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        _, whole, _ = await run(engine, Request(prompt(8), greedy, max_tokens=20))
+        stop = whole[7:10]
+        _, text, finished = await run(engine, Request(prompt(8), greedy, max_tokens=20, stop=("~~", stop)))
+        assert text == whole[: whole.index(stop)]
+        assert (finished.reason, finished.stopping_word) == ("word", stop)
+
+
+async def test_a_sequence_resumes_with_the_same_ids_after_it_had_to_make_room(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(150)
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    async with open_fake(backend, n_parallel=4) as engine:
+        results: dict[int, tuple[list[int], str, Finished]] = {}
+
+        async def one(salt: int) -> None:
+            results[salt] = await run(engine, Request(prompt(30, salt), greedy, max_tokens=40))
+
+        async with trio.open_nursery() as nursery:
+            for salt in range(4):
+                nursery.start_soon(one, salt)
+        assert engine.stats().n_preempted > 0
+        for salt, (ids, _, finished) in results.items():
+            assert ids == reference(prompt(30, salt), 40, eog=()), f"stream {salt}"
+            assert finished.reason == "length"
+
+
+SEEDED: dict[str, list[int]] = {}
+
+
+@pytest.mark.parametrize("company", [0, 3])
+async def test_a_seed_gives_the_same_ids_alone_and_in_company(open_fake, autojump_clock, company: int) -> None:
+    async with open_fake(FakeBackend(1024), n_parallel=4) as engine, trio.open_nursery() as nursery:
+        for i in range(company):
+            nursery.start_soon(run, engine, Request(prompt(12, 50 + i), SamplingParams(seed=i), max_tokens=50))
+        ids, _, finished = await run(engine, Request(prompt(12), SamplingParams(1.5, seed=7), max_tokens=25))
+        assert finished.seed == 7
+        assert ids == SEEDED.setdefault("ids", ids)
+
+
+async def test_generate_yields_text_and_refuses_options_that_do_not_exist(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(64)) as engine:
+        text = "".join([piece async for piece in engine.generate("ABC", max_tokens=5, temperature=0, ignore_eos=True)])
+        assert len(text) == 5
+        with pytest.raises(ValueError, match="max_token$"):
+            engine.request("ABC", max_token=5)
+        with pytest.raises(LlamatrioError):
+            engine.start(engine.request("ABC", lane=9))
+
+
+async def test_clients_of_other_scopes_share_nothing(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        await run(engine, Request(prompt(20), GREEDY, max_tokens=1, scope="a"))
+        _, _, other = await run(engine, Request(prompt(20), GREEDY, max_tokens=1, scope="b"))
+        _, _, same = await run(engine, Request(prompt(20), GREEDY, max_tokens=1, scope="a"))
+        assert (other.n_cached, same.n_cached) == (0, 19)
+        assert engine.stats().misses == {"no_entry": 1, "other_scope": 1}
