@@ -54,7 +54,7 @@ class Outbox:
         """Removes up to `size` bytes."""
         taken = bytes(self.data[:size])
         del self.data[:size]
-        if len(self.data) <= LOW_WATER:
+        if self._waiters and len(self.data) <= LOW_WATER:
             self._waiters.unpark_all()
         return taken
 

@@ -150,6 +150,8 @@ class Connection:
         self._reading.deadline = trio.current_time() + self.config.keep_alive_timeout if is_idle else float("inf")
 
     async def _serve(self) -> None:
+        if self.context.terminated.is_set():
+            return  # accepted in the very moment that the listeners closed
         tasks = AppTasks()
         async with tasks:
             with self._reading:
@@ -218,15 +220,24 @@ class Connection:
             return
         is_sent = False
         try:
-            async with self._write_lock:
-                with trio.move_on_after(self.write_timeout):
-                    await self.stream.send_all(data)
-                    is_sent = True
+            with trio.move_on_after(self.write_timeout):
+                await self._send_in_turn(data)
+                is_sent = True
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:
             if not is_sent:
                 self.abort()
+
+    async def _send_in_turn(self, data: bytes) -> None:
+        try:
+            self._write_lock.acquire_nowait()  # the usual case, and it costs no checkpoint
+        except trio.WouldBlock:
+            await self._write_lock.acquire()
+        try:
+            await self.stream.send_all(data)
+        finally:
+            self._write_lock.release()
 
     async def _close(self) -> None:
         if self._is_dead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -98,10 +99,13 @@ async def test_openai_sees_a_failure_in_mid_stream() -> None:
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, http_client=served.client())
         got = []
         stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
-        with pytest.raises(openai.APIError, match="fell off the bus"):
+        try:
             async for chunk in stream:
                 got.append(chunk)
+        except openai.APIError as error:
+            failure = error
         await client.close()
+    assert "fell off the bus" in str(failure)
     assert len(got) == 3
 
 
@@ -113,10 +117,10 @@ async def test_events_are_not_held_back(http2: bool) -> None:
     body = {"prompt": "a", "n_predict": 5, "stream": True}
     arrived: list[float] = []
     async with serving(app_of(engine)) as served, served.client(http2=http2, headers=headers) as client:
-        async with client.stream("POST", "/completion", json=body) as response:
-            async for chunk in response.aiter_raw():
-                if b"data: " in chunk:
-                    arrived.append(trio.current_time())
-    gaps = [later - earlier for earlier, later in zip(arrived, arrived[1:], strict=False)]
+        response = await client.send(client.build_request("POST", "/completion", json=body), stream=True)
+        async for chunk in response.aiter_raw():
+            if b"data: " in chunk:
+                arrived.append(trio.current_time())
+    gaps = [later - earlier for earlier, later in pairwise(arrived)]
     assert len(gaps) >= 5
     assert min(gaps) > 0.01

@@ -13,6 +13,7 @@ import h2.events
 import hyperframe.frame as frames
 import pytest
 import trio
+import trio.testing
 from h2.errors import ErrorCodes
 from http_tools import H2Client, Served, bystander, open_stream, raw_socket, reset, serving, toy_app, until
 
@@ -62,6 +63,17 @@ async def reset_flood(served: Served) -> None:
         await client.flush()
     other = await client.request("/stats")
     await client.wait(h2.events.StreamEnded, other)
+    await client.aclose()
+
+
+async def waves_of_resets(served: Served) -> None:
+    client = await H2Client.connect(served)
+    for _ in range(10):
+        ids = [await client.request("/sse?n=100000") for _ in range(50)]
+        await client.pump(0.01)
+        for stream_id in ids:
+            client.h2.reset_stream(stream_id, ErrorCodes.CANCEL)
+        await client.flush()
     await client.aclose()
 
 
@@ -234,6 +246,7 @@ CASES = [
     body_goes_on_after_early_response,
     many_small_data_frames_for_an_app_that_left,
     reset_flood,
+    waves_of_resets,
     reset_of_flooding_streams,
     non_ascii_path,
     connect_without_path,
@@ -275,12 +288,18 @@ async def check(case: Case, served: Served) -> None:
         assert (await client.get("/stats")).status_code == 200
 
 
+def n_tasks() -> int:
+    return trio.lowlevel.current_statistics().tasks_living
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 async def test_server_and_bystander_survive(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     app, toy = toy_app()
     async with serving(app) as served:
+        await trio.testing.wait_all_tasks_blocked()
+        before = n_tasks()
         await check(case, served)
-        await until(lambda: toy.live == 0)
+        await until(lambda: toy.live == 0 and n_tasks() == before)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 

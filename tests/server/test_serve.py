@@ -13,7 +13,7 @@ import trio
 import trio.testing
 from http_tools import H2Client, Served, open_stream, raw_socket, serving, toy_app, until
 
-from llamatrio.server.serve import serve, watch_signals
+from llamatrio.server.serve import serve, serve_until_signalled, watch_signals
 from llamatrio.server.settings import ServerConfig
 
 protocols = pytest.mark.parametrize(
@@ -195,6 +195,15 @@ async def test_first_signal_ends_in_order_and_the_second_cuts() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             await trio.sleep(1)
     assert scope.cancelled_caught
+
+
+async def test_serves_until_a_signal() -> None:
+    app, _ = toy_app()
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_until_signalled, app, ServerConfig(port=0))
+            await trio.testing.wait_all_tasks_blocked(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def test_address_in_use_is_an_os_error() -> None:

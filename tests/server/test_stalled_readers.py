@@ -105,6 +105,26 @@ async def test_stalled_connection_is_released_when_it_closes(stall, tls) -> None
         await until(lambda: toy.live == 0)
 
 
+@pytest.mark.parametrize("stall", [stalled_http1, stalled_http2], ids=["h1", "h2c"])
+async def test_stalled_connection_is_released_by_a_half_close(stall) -> None:  # type: ignore[no-untyped-def]
+    app, toy = toy_app()
+    async with serving(app) as served:
+        sock = await stall(served)
+        await until(lambda: toy.live)
+        await production_stops(toy)
+        sock.shutdown(trio.socket.SHUT_WR)
+        await until(lambda: toy.live == 0)
+
+
+async def test_paced_stream_with_a_small_window_stops_at_its_outbox() -> None:
+    app, toy = toy_app()
+    async with serving(app) as served:
+        client = await H2Client.connect(served, window=2000)
+        await client.request("/sse?n=100000&pause=0")
+        await client.pump(0.05, acknowledge=False)
+        assert await production_stops(toy) * len(b"data: 1000\n\n") < 2000 + (1 << 16)
+
+
 @stalls
 async def test_stalled_connection_does_not_delay_the_end(stall, tls) -> None:  # type: ignore[no-untyped-def]
     app, toy = toy_app()
