@@ -43,14 +43,14 @@ def logit(rank: int) -> float:
     return 10.0 - 0.5 * rank
 
 
-def reference(prompt: Sequence[int], n: int, eog: Sequence[int] = (EOG,)) -> list[int]:
+def reference(prompt: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
     """The greedy continuation of a prompt: at most n tokens, up to an end-of-generation token inclusive."""
     h = 0
     for token in prompt:
         h = chain(h, token)
     out: list[int] = []
-    while len(out) < n and not (out and out[-1] in eog):
-        out.append(next_ids(h, 1)[0])
+    while len(out) < n and EOG not in out:
+        out.append(next(i for i in next_ids(h, 2) if not (ignore_eos and i == EOG)))
         h = chain(h, out[-1])
     return out
 

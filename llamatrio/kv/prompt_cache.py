@@ -305,14 +305,21 @@ class PromptCache:
         self.counters.restore_bytes += len(ticket.cells) * self.record_bytes
 
     def abort_restore(self, ticket: RestoreTicket, *, forget: bool) -> None:
-        """Gives the cells back. `forget` drops the records too, where that is possible: they could not be read."""
+        """Gives the cells back. `forget`: the records could not be read, so they go, and with them what needs them."""
         self._cells.drop(ticket.cells)
-        for node in reversed(ticket.nodes):
+        for node in ticket.nodes:
             node.busy = None
-            if forget and self._can_drop_records(node):
-                self._drop_records(node)
         if forget:
             self.counters.misses["failed_restore"] += 1
+            for node in reversed(ticket.nodes):
+                self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        """Drops the records of a node and all below it, as far as nobody needs them."""
+        for child in list(node.children.values()):
+            self._forget(child)
+        if node.records is not None and self._can_drop_records(node):
+            self._drop_records(node)
 
     # ---------------------------------------------------------------- giving up
 

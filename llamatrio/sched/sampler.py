@@ -48,6 +48,8 @@ class Candidates(NamedTuple):
 
     ids: list[int]
     logits: list[float]
+    rest: float = 0.0
+    """Weight, in units of the best one's, of tokens that top_k left but min_p is sure to drop: top_p counts it."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -115,8 +117,8 @@ def _report(row: Row, params: SamplingParams, candidates: Candidates, index: int
 
 def _best(row: FloatArray, n: int) -> tuple[list[int], list[float]]:
     n = min(n, len(row))
-    ids = np.argpartition(row, len(row) - n)[len(row) - n :]
-    ids = ids[np.lexsort((ids, -row[ids]))]
+    ids = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
+    ids = ids[np.lexsort((ids, -row[ids]))][:n]
     return ids.tolist(), row[ids].tolist()
 
 
@@ -136,6 +138,9 @@ def candidates_of_row(
         order = order[:1]
     elif params.top_k > 0:
         order = order[: params.top_k]
+    else:
+        weights = np.exp(logits - logits[order[0]])
+        return Candidates(order.tolist(), logits[order].tolist(), float(weights.sum() - weights[order].sum()))
     return Candidates(order.tolist(), logits[order].tolist())
 
 
@@ -147,7 +152,7 @@ def _floor(logits: np.ndarray[tuple[int], np.dtype[np.float64]], params: Samplin
     if 0 < params.top_k < len(logits):
         return float(np.partition(logits, len(logits) - params.top_k)[len(logits) - params.top_k])
     if 0 < params.min_p < 1:
-        return best + math.log(params.min_p) - 1e-9
+        return best + math.log(params.min_p) - 1e-9  # see Candidates.rest
     return float(np.finfo(np.float64).min)
 
 
@@ -176,7 +181,7 @@ def choose(candidates: Candidates, params: SamplingParams, position: int, seed: 
     """Index of the chosen candidate, and the probabilities of those that top_p and min_p left (a prefix)."""
     if params.temperature <= 0 or len(candidates.ids) == 1:
         return 0, [1.0]
-    probs = _softmax(candidates.logits, 1.0)
+    probs = _softmax(candidates.logits, 1.0, candidates.rest)
     n = _kept_by_top_p(probs, params.top_p)
     floor = params.min_p * probs[0]
     while n > 1 and probs[n - 1] < floor:
@@ -201,10 +206,10 @@ def _kept_by_top_p(probs: Sequence[float], top_p: float) -> int:
     return len(probs)
 
 
-def _softmax(logits: Sequence[float], temperature: float) -> list[float]:
+def _softmax(logits: Sequence[float], temperature: float, rest: float = 0.0) -> list[float]:
     best = logits[0]
     weights = [math.exp((logit - best) / temperature) for logit in logits]
-    total = math.fsum(weights)
+    total = math.fsum(weights) + rest
     return [weight / total for weight in weights]
 
 

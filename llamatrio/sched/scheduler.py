@@ -206,6 +206,7 @@ class Scheduler:
         else:
             for seq in seqs:
                 self._unlock(seq)
+                seq.may_restore = False
             self.cache.abort_restore(ticket, forget=True)
         for seq in seqs:
             if _is_done(seq):
@@ -255,7 +256,7 @@ class Scheduler:
         match = self.cache.match_prefix(seq.request.scope, known, now)
         self.cache.lock(match.node)
         seq.node = match.node
-        if match.to_restore and self._begin_restore(seq, match.to_restore):
+        if match.to_restore and seq.may_restore and self._begin_restore(seq, match.to_restore):
             return
         if not seq.resumed and seq.request.cache_prompt:
             self.cache.count_lookup(seq.request.scope, known, match.n_resident, min(seq.n_restored, match.n_resident))

@@ -30,8 +30,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrived", "finish_reason", "first_token_at", "id", "is_paused", "lane", "n_cached", "n_past", "n_prompt",
-        "n_restored", "n_shared", "node", "request", "resumed", "seed", "started", "status", "tokens",
+        "arrived", "finish_reason", "first_token_at", "id", "is_paused", "lane", "may_restore", "n_cached", "n_past",
+        "n_prompt", "n_restored", "n_shared", "node", "request", "resumed", "seed", "started", "status", "tokens",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, seed: int, now: float) -> None:
@@ -53,6 +53,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.is_paused = False
         """Its reader is not keeping up: it keeps its lane but is left out of steps."""
+        self.may_restore = True
+        """A restore failed for it: it evaluates what is not resident."""
         self.resumed = False
         """It was preempted before: its cached tokens are its own work, not the prompt's."""
         self.arrived = now

@@ -56,8 +56,11 @@ class Attention:
         self.attend = kernel(shape.name, att.attend(shape), 14, level)
         self.merge = kernel(f"merge_{shape.head_dim}", att.merge_states(shape.head_dim), 3, level)
         self.finish = kernel(f"finish_{shape.head_dim}", att.finish_states(shape.head_dim), 3, level)
-        self.quantize = kernel(f"quantize_query_{shape.head_dim}", att.quantize_query(shape.head_dim), 3, level) \
-            if shape.head_dim % 32 == 0 else None
+        self.quantize = (
+            kernel(f"quantize_query_{shape.head_dim}", att.quantize_query(shape.head_dim), 3, level)
+            if shape.head_dim % 32 == 0
+            else None
+        )
 
     def __call__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, cells: np.ndarray, head: int) -> np.ndarray:
         shape = self.shape

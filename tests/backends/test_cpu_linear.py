@@ -8,9 +8,9 @@ import pytest
 from llamatrio.backends.cpu.activations import BLOCK_BYTES
 from llamatrio.backends.cpu.compile import python_function
 from llamatrio.backends.cpu.levels import Level, host_levels
-from llamatrio.backends.cpu.linear import embed_kernel, linear_kernels
+from llamatrio.backends.cpu.linear import embed_kernel, linear_kernels, row_stride
 from llamatrio.backends.cpu.pack import FORMATS
-from llamatrio.backends.cpu.panel import CHUNK, scratch_bytes
+from llamatrio.backends.cpu.panel import CHUNK, LONGEST_CHUNK, scratch_bytes
 from llamatrio.model.ggml_type import GGMLType
 from tests.backends.cpu_matrices import (
     Matrix,
@@ -150,6 +150,12 @@ def test_embed_gives_the_weights(type: GGMLType, level: Level) -> None:
         np.testing.assert_allclose(out, matrix.weights[row], rtol=3e-7, atol=1e-8)
 
 
+def test_output_rows_lie_an_odd_number_of_lines_apart() -> None:
+    for n in (1, 16, 17, 1024, 1536, 4096):
+        assert row_stride(n) >= 4 * n
+        assert row_stride(n) % 128 == 64
+
+
 # ---- panels
 
 
@@ -204,11 +210,14 @@ def test_panel_is_the_product_of_bf16(type: GGMLType) -> None:
 
 
 @needs_amx
-def test_panel_sums_over_chunks_of_k() -> None:
-    matrix = Matrix(GGMLType.Q4_K, 80, 2 * CHUNK + 256)
+@pytest.mark.parametrize(
+    "k", [32, CHUNK, LONGEST_CHUNK, LONGEST_CHUNK + 32, 2 * CHUNK, CHUNK + LONGEST_CHUNK, 3 * CHUNK + 96]
+)
+def test_panel_sums_over_chunks_of_k(k: int) -> None:
+    matrix = Matrix(GGMLType.Q4_1, 80, k)
     x = random_activations(35, matrix.k)
     weights, rounded_x = round_to_bf16(matrix.weights).astype(np.float64), round_to_bf16(x).astype(np.float64)
-    out = Panel(GGMLType.Q4_K, matrix, AMX[0])(x)
+    out = Panel(GGMLType.Q4_1, matrix, AMX[0])(x)
     assert np.all(np.abs(out - rounded_x @ weights.T) <= 4e-5 * size_of_terms(weights, rounded_x))
 
 

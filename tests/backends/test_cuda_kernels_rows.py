@@ -73,6 +73,15 @@ def test_post_norm_and_add_rows(cuda_rig: Rig) -> None:
     close(k.RowKind.F32, cuda_rig.get(there, x.shape, np.float32), expected + delta)
 
 
+def test_take_rows(cuda_rig: Rig) -> None:
+    x, index = np.random.default_rng(3).standard_normal((4, 1100)).astype(np.float32), np.array([3, -1, 3, 0])
+    out = cuda_rig.empty(4 * 1100 * 4)
+    k.take_rows(cuda_rig.run, cuda_rig.put(x), cuda_rig.put(index.astype(np.int32)), out, n=4, k=1100)
+    expected = x[index]
+    expected[1] = 0
+    assert np.array_equal(cuda_rig.get(out, x.shape, np.float32), expected)
+
+
 @pytest.mark.parametrize("kind", [k.RowKind.Q8, k.RowKind.F16])
 def test_convert_rows_keeps_any_magnitude(cuda_rig: Rig, kind: k.RowKind) -> None:
     x = np.random.default_rng(1).standard_normal((5, 160)).astype(np.float32)

@@ -58,6 +58,23 @@ def test_a_row_is_the_same_in_any_tile(cuda_rig: Rig, n_rows: int) -> None:
     assert np.array_equal(cuda_rig.get(one, (40,), np.float32), found[-1])
 
 
+def test_products_side_by_side(cuda_rig: Rig) -> None:
+    """Two matrices of different types fill their columns of one buffer, and nothing else."""
+    n, k = 18, 64
+    x, value = prompt_rows(cuda_rig, np.random.default_rng(5).standard_normal((n, k)).astype(np.float32))
+    expected, out = [], cuda_rig.put(np.full((n, 40), 7, np.float32))
+    for type, at, n_out in ((WeightType.Q8_0, 0, 20), (WeightType.Q5_1, 24, 12)):
+        data, weights = random_matrix(type, n_out, k)
+        matrix = upload(cuda_rig, type, data, n_out, k)
+        matmul.matmul_tile(cuda_rig.run, matrix, x, 0, out + 4 * at, n_rows=n, out_stride=40)
+        expected.append((at, weights.astype(np.float64)))
+    found = cuda_rig.get(out, (n, 40), np.float32)
+    for at, weights in expected:
+        close(found[:, at : at + len(weights)], value, weights, 0.0)
+    assert (found[:, 20:24] == 7).all()
+    assert (found[:, 36:] == 7).all()
+
+
 def plan_of(rig: Rig, experts: np.ndarray, n_expert: int, tile_rows: int) -> e.ExpertPlan:
     n_tiles = e.plan_tiles(experts.size, n_expert, tile_rows)
     plan = e.ExpertPlan(rig.empty(experts.size * 4), rig.empty(n_tiles * 16), n_tiles, tile_rows)

@@ -70,6 +70,18 @@ def test_a_row_is_the_same_in_any_company(cuda_rig: Rig, type: WeightType, n_row
         assert np.array_equal(cuda_rig.get(one, (9,), np.float32), found[r])
 
 
+@pytest.mark.parametrize("type", [WeightType.Q8_0, WeightType.BF16], ids=lambda t: t.name)
+def test_out_stride_leaves_the_rest_alone(cuda_rig: Rig, type: WeightType) -> None:
+    data, weights = random_matrix(type, 6, 64)
+    matrix = upload(cuda_rig, type, data, 6, 64)
+    x, value = decode_rows(cuda_rig, matrix, np.random.default_rng(3).standard_normal((3, 64)).astype(np.float32))
+    out = cuda_rig.put(np.full((3, 11), 7, np.float32))
+    matmul.matmul_rows(cuda_rig.run, matrix, x, 0, out + 4 * 2, n_rows=3, out_stride=11)
+    found = cuda_rig.get(out, (3, 11), np.float32)
+    assert np.allclose(found[:, 2:8], value @ weights.T, rtol=1e-5, atol=1e-4)
+    assert (np.delete(found, range(2, 8), axis=1) == 7).all()
+
+
 @pytest.mark.parametrize("type", [WeightType.Q4_K, WeightType.MXFP4, WeightType.F16], ids=lambda t: t.name)
 def test_matmul_expert_rows(cuda_rig: Rig, type: WeightType) -> None:
     n_expert, n_out, k = 4, 10, 256

@@ -20,11 +20,15 @@ from pathlib import Path
 from llamatrio.config import cache_dir
 
 HERE = Path(__file__).parent
-DRIVER_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden"]
+DRIVER_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 KERNEL_FLAGS = [
     "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w",
     "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fno-math-errno",
 ]  # fmt: skip
+
+
+MACHINE_FLAGS = ["-march=native"]
+"""f16 conversions and fma are instructions then, not calls."""
 
 
 class BuildError(Exception):
@@ -42,10 +46,6 @@ def _hash_of(paths: list[Path], *more: str) -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _machine_flags() -> list[str]:
-    return ["-march=native"]
 
 
 def root() -> Path:
@@ -74,7 +74,7 @@ def driver_library() -> Path:
     """Path of libcuda.so.1, built if need be. Raises BuildError."""
     sources = sorted((HERE / "driver").glob("*.cpp"))
     headers = [*(HERE / "driver").glob("*.h"), *(HERE / "kernel").glob("*.h")]
-    folder = root() / f"driver-{_hash_of([*sources, *headers], *DRIVER_FLAGS)}"
+    folder = root() / f"driver-{_hash_of([*sources, *headers, Path(__file__)], _cpu_name())}"
     library = folder / "libcuda.so.1"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def _build_driver(sources: list[Path], library: Path) -> None:
 
     def compile_one(source: Path) -> Path:
         target = scratch / f"{source.stem}.o"
-        _run([_need_compiler(), *DRIVER_FLAGS, "-c", str(source), "-o", str(target)])
+        _run([_need_compiler(), *DRIVER_FLAGS, *MACHINE_FLAGS, "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -110,7 +110,7 @@ def build_kernel(ptx: Path, entry: str, target: Path) -> None:
     source.write_text(text)
     built = target.with_suffix(f".{os.getpid()}.so")
     include = f"-I{HERE / 'kernel'}"
-    _run([_need_compiler(), *KERNEL_FLAGS, *_machine_flags(), include, str(source), "-o", str(built)])
+    _run([_need_compiler(), *KERNEL_FLAGS, *MACHINE_FLAGS, include, str(source), "-o", str(built)])
     source.rename(target.with_suffix(".cpp"))
     built.rename(target)
 

@@ -44,7 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += 1.0
         return self.now
 
-    @rule(prompt=prompts, max_tokens=st.integers(-1, 30), cache_prompt=st.booleans(), lane=st.none() | st.integers(0, 2))
+    @rule(
+        prompt=prompts, max_tokens=st.integers(-1, 30), cache_prompt=st.booleans(), lane=st.none() | st.integers(0, 2)
+    )
     def add(self, prompt: tuple[int, ...], max_tokens: int, cache_prompt: bool, lane: int | None) -> None:
         request = Request(prompt, GREEDY, max_tokens, cache_prompt=cache_prompt, lane=lane)
         self.live.append(self.scheduler.add(request, 1, self.tick()))

@@ -169,6 +169,7 @@ uint32_t BlockRunner::first_lane(uint32_t lanes, uint32_t after) const {
   return uint32_t(__builtin_ctz(above ? above : lanes));
 }
 
+// The next runnable lane of the same warp, else of the next warp that has one.
 Fiber* BlockRunner::next_fiber(const Fiber& after) {
   int warp = int(after.linear / 32);
   uint32_t lane = after.lane;
@@ -178,8 +179,11 @@ Fiber* BlockRunner::next_fiber(const Fiber& after) {
     warp = int((random_ >> 8) % uint32_t(n_warps_));
   }
   for (int i = 0; i < n_warps_; ++i) {
-    int w = order_ == 1 ? (warp + n_warps_ - i) % n_warps_ : (warp + i) % n_warps_;
-    if (uint32_t lanes = warps_[w].runnable) return &fibers_[size_t(w) * 32 + first_lane(lanes, lane)];
+    if (uint32_t lanes = warps_[warp].runnable) return &fibers_[size_t(warp) * 32 + first_lane(lanes, lane)];
+    if (order_ == 1)
+      warp = warp ? warp - 1 : n_warps_ - 1;
+    else
+      warp = warp + 1 < n_warps_ ? warp + 1 : 0;
   }
   return nullptr;
 }
@@ -310,21 +314,16 @@ void BlockRunner::check_global(Fiber& f, const char* address, int bytes, Access 
   if (address >= f.stack && address < f.stack + kStackBytes) return;  // local memory through a generic address
   const auto& parameters = launch_->parameters;
   if (address >= parameters.data() && address < parameters.data() + parameters.size()) return;
-  std::string size = std::to_string(bytes) + "-byte ";
-  if (a % uintptr_t(bytes)) fail(f, CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned " + size + verb_of(access), site);
+  auto access_text = [&] { return std::to_string(bytes) + "-byte " + verb_of(access); };
+  if (a % uintptr_t(bytes)) fail(f, CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned " + access_text(), site);
   Allocation* allocation = owner_of(a);
-  if (!allocation)
-    fail(f, CUDA_ERROR_ILLEGAL_ADDRESS, "out of bounds: " + size + verb_of(access) + " of " + describe_address(a), site);
+  if (!allocation) fail(f, CUDA_ERROR_ILLEGAL_ADDRESS, "out of bounds: " + access_text() + " of " + describe_address(a), site);
   size_t offset = a - allocation->base;
+  auto place_text = [&] { return " at byte " + std::to_string(offset) + " of a " + std::to_string(allocation->bytes) + "-byte allocation"; };
   if (offset + size_t(bytes) > allocation->bytes)
-    fail(f, CUDA_ERROR_ILLEGAL_ADDRESS,
-         "out of bounds: " + size + verb_of(access) + " at byte " + std::to_string(offset) + " of a " +
-             std::to_string(allocation->bytes) + "-byte allocation",
-         site);
+    fail(f, CUDA_ERROR_ILLEGAL_ADDRESS, "out of bounds: " + access_text() + place_text(), site);
   if (access != kWrite && uninitialised(*allocation, offset, size_t(bytes)))
-    note(f, "uninitialised", size + verb_of(access) + " at byte " + std::to_string(offset) + " of a " +
-                                 std::to_string(allocation->bytes) + "-byte allocation that was never written there",
-         site);
+    note(f, "uninitialised", access_text() + place_text() + " that was never written there", site);
   check_range(*actor_, *allocation, offset, size_t(bytes), access, launch_->kernel->sites[site]);
 }
 

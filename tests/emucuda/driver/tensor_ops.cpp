@@ -41,76 +41,111 @@ static void transpose_matrix(Warp& w) {
   }
 }
 
-static int elements_per_register(uint32_t type) { return type == kTf32 ? 1 : type >= kS8 ? 4 : 2; }
+// ---- mma: fragments are gathered into plain matrices, multiplied, and dealt out again ------------------------------------
+struct Half {
+  using Value = float;
+  static constexpr int kPerRegister = 2;
+  static float get(uint32_t bits, int i) { return f16(uint16_t(bits >> 16 * i)); }
+};
+struct BFloat {
+  using Value = float;
+  static constexpr int kPerRegister = 2;
+  static float get(uint32_t bits, int i) { return bf16(uint16_t(bits >> 16 * i)); }
+};
+struct TFloat {
+  using Value = float;
+  static constexpr int kPerRegister = 1;
+  static float get(uint32_t bits, int) { return f32(bits & ~0x1fffu); }
+};
+struct SignedByte {
+  using Value = uint32_t;  // wraps, as the accumulator does
+  static constexpr int kPerRegister = 4;
+  static uint32_t get(uint32_t bits, int i) { return uint32_t(int32_t(int8_t(bits >> 8 * i))); }
+};
+struct UnsignedByte {
+  using Value = uint32_t;
+  static constexpr int kPerRegister = 4;
+  static uint32_t get(uint32_t bits, int i) { return uint8_t(bits >> 8 * i); }
+};
 
-static float float_element(uint32_t type, uint32_t bits, int i) {
-  if (type == kTf32) return f32(bits & ~0x1fffu);
-  auto half = uint16_t(bits >> 16 * i);
-  return type == kF16 ? f16(half) : bf16(half);
-}
-static int int_element(uint32_t type, uint32_t bits, int i) {
-  auto byte = uint8_t(bits >> 8 * i);
-  return type == kS8 ? int(int8_t(byte)) : int(byte);
-}
+template <class Value>
+struct Operands {
+  Value a[16][32], b[32][8], sum[16][8];
+};
 
-template <class Element, class Get>
-static void unpack(const Warp& w, const MmaShape& shape, Element (&a)[16][32], Element (&b)[8][32], Get get) {
-  int e = elements_per_register(shape.a_type), halves = shape.m / 8;
-  int n_b = shape.k / (4 * e), n_a = n_b * halves;
+template <class A, class B, class Value>
+static int gather(const Warp& w, const MmaShape& shape, Operands<Value>& x) {
+  constexpr int e = A::kPerRegister;
+  int halves = shape.m / 8, n_b = shape.k / (4 * e), n_a = n_b * halves;
   for (int lane = 0; lane < 32; ++lane) {
     const uint32_t* in = w.slot[lane].in;
     int g = lane / 4, q = lane % 4;
     for (int r = 0; r < n_a; ++r)
-      for (int i = 0; i < e; ++i)
-        a[g + 8 * (r % halves)][e * q + 4 * e * (r / halves) + i] = get(shape.a_type, in[r], i);
+      for (int i = 0; i < e; ++i) x.a[g + 8 * (r % halves)][e * q + 4 * e * (r / halves) + i] = A::get(in[r], i);
     for (int r = 0; r < n_b; ++r)
-      for (int i = 0; i < e; ++i) b[g][e * q + 4 * e * r + i] = get(shape.b_type, in[n_a + r], i);
+      for (int i = 0; i < e; ++i) x.b[e * q + 4 * e * r + i][g] = B::get(in[n_a + r], i);
   }
+  return n_a + n_b;
 }
 
-// Calls put(lane, i, row, column) for each accumulator of each lane.
-template <class Body>
-static void for_accumulators(int m, Body body) {
+template <class Value>
+static void multiply(const MmaShape& shape, Operands<Value>& x) {
+  for (int row = 0; row < shape.m; ++row)
+    for (int k = 0; k < shape.k; ++k)
+      for (int column = 0; column < 8; ++column) x.sum[row][column] += x.a[row][k] * x.b[k][column];
+}
+
+// Calls body(slot, i, sum) for each accumulator i of each lane.
+template <class Value, class Body>
+static void for_accumulators(Warp& w, int m, Operands<Value>& x, Body body) {
   for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < m / 4; ++i) body(lane, i, lane / 4 + 8 * (i >> 1), lane % 4 * 2 + (i & 1));
+    for (int i = 0; i < m / 4; ++i) body(w.slot[lane], i, x.sum[lane / 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)]);
 }
 
-static void mma_float(Warp& w, const MmaShape& shape, int c_at) {
-  float a[16][32], b[8][32];
-  unpack(w, shape, a, b, float_element);
-  for_accumulators(shape.m, [&](int lane, int i, int row, int column) {
-    LaneSlot& slot = w.slot[lane];
-    float sum = shape.f16_accumulator ? f16(uint16_t(slot.in[c_at + i / 2] >> 16 * (i & 1))) : f32(slot.in[c_at + i]);
-    for (int k = 0; k < shape.k; ++k) sum += a[row][k] * b[column][k];
-    if (!shape.f16_accumulator) {
+template <class A>
+static void mma_float(Warp& w, const MmaShape& shape) {
+  Operands<float> x;
+  int c_at = gather<A, A>(w, shape, x);
+  bool half = shape.f16_accumulator;
+  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, float& sum) {
+    sum = half ? f16(uint16_t(slot.in[c_at + i / 2] >> 16 * (i & 1))) : f32(slot.in[c_at + i]);
+  });
+  multiply(shape, x);
+  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, float& sum) {
+    if (!half)
       slot.out[i] = bits_of(sum);
-    } else {
-      uint32_t half = f16_bits(sum);
-      slot.out[i / 2] = i & 1 ? slot.out[i / 2] | half << 16 : half;
-    }
+    else if (i & 1)
+      slot.out[i / 2] |= uint32_t(f16_bits(sum)) << 16;
+    else
+      slot.out[i / 2] = f16_bits(sum);
   });
 }
 
-static void mma_int(Warp& w, const MmaShape& shape, int c_at) {
-  int a[16][32], b[8][32];
-  unpack(w, shape, a, b, int_element);
-  for_accumulators(shape.m, [&](int lane, int i, int row, int column) {
-    auto sum = w.slot[lane].in[c_at + i];
-    for (int k = 0; k < shape.k; ++k) sum += uint32_t(a[row][k] * b[column][k]);
-    w.slot[lane].out[i] = sum;
-  });
+template <class A, class B>
+static void mma_int(Warp& w, const MmaShape& shape) {
+  Operands<uint32_t> x;
+  int c_at = gather<A, B>(w, shape, x);
+  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, uint32_t& sum) { sum = slot.in[c_at + i]; });
+  multiply(shape, x);
+  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, uint32_t& sum) { slot.out[i] = sum; });
+}
+
+static void multiply_matrices(Warp& w, const MmaShape& shape) {
+  switch (shape.a_type * 8 + shape.b_type) {
+    case kF16 * 8 + kF16: return mma_float<Half>(w, shape);
+    case kBf16 * 8 + kBf16: return mma_float<BFloat>(w, shape);
+    case kTf32 * 8 + kTf32: return mma_float<TFloat>(w, shape);
+    case kS8 * 8 + kS8: return mma_int<SignedByte, SignedByte>(w, shape);
+    case kS8 * 8 + kU8: return mma_int<SignedByte, UnsignedByte>(w, shape);
+    case kU8 * 8 + kS8: return mma_int<UnsignedByte, SignedByte>(w, shape);
+    case kU8 * 8 + kU8: return mma_int<UnsignedByte, UnsignedByte>(w, shape);
+  }
 }
 
 void combine_tensor_op(Warp& w, WarpOp op) {
   if (op == kLdMatrix) return load_matrices(w);
   if (op == kMovMatrix) return transpose_matrix(w);
-  const MmaShape shape = w.slot[0].shape;
-  int n_b = shape.k / (4 * elements_per_register(shape.a_type));
-  int c_at = n_b * (shape.m / 8) + n_b;
-  if (shape.a_type >= kS8)
-    mma_int(w, shape, c_at);
-  else
-    mma_float(w, shape, c_at);
+  multiply_matrices(w, w.slot[0].shape);
 }
 
 }  // namespace emu
