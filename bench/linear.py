@@ -22,7 +22,7 @@ from llamatrio.backends.cpu.arena import Arena
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
 from llamatrio.backends.cpu.formats import ROWS
 from llamatrio.backends.cpu.levels import Level, current_level, find_level
-from llamatrio.backends.cpu.linear import LinearKernels, linear_kernels
+from llamatrio.backends.cpu.linear import LinearKernels, linear_kernels, row_stride
 from llamatrio.backends.cpu.pack import FORMATS, packed_bytes
 from llamatrio.backends.cpu.panel import scratch_bytes
 from llamatrio.backends.cpu.rows import PREFETCH
@@ -45,7 +45,8 @@ class Bench:
         self.n, self.k, self.level, self.n_threads, self.seconds = n, k, level, n_threads, seconds
         self.weights = arena.take(packed_bytes(GGMLType.F32, n, k))
         self.x = arena.take(max(PROMPT_ROWS * k * 4, q8_bytes(PROMPT_ROWS, k), bf16_bytes(PROMPT_ROWS, k)))
-        self.out = arena.take(PROMPT_ROWS * n * 4)
+        self.ld_out = row_stride(n)
+        self.out = arena.take(PROMPT_ROWS * self.ld_out)
         self.scratch = [arena.take(scratch_bytes(k)) for _ in range(n_threads)]
         for array in (self.weights, self.x, self.out, *self.scratch):
             array[:] = FILL
@@ -57,14 +58,14 @@ class Bench:
 
     def rows(self, kernels: LinearKernels, m: int) -> list[Task]:
         run = python_function(kernels.rows, 8)
-        fixed = (self.weights.ctypes.data, self.x.ctypes.data, self.out.ctypes.data, m, self.k, 4 * self.n)
+        fixed = (self.weights.ctypes.data, self.x.ctypes.data, self.out.ctypes.data, m, self.k, self.ld_out)
         return [_bound(run, *fixed, *self.groups(t)) for t in range(self.n_threads)]
 
     def panel(self, address: int, m: int) -> list[Task]:
         run = python_function(address, 9)
         fixed = (self.weights.ctypes.data, self.x.ctypes.data, self.out.ctypes.data)
         return [
-            _bound(run, *fixed, self.scratch[t].ctypes.data, m, self.k, 4 * self.n, *self.groups(t))
+            _bound(run, *fixed, self.scratch[t].ctypes.data, m, self.k, self.ld_out, *self.groups(t))
             for t in range(self.n_threads)
         ]
 
@@ -140,7 +141,7 @@ def main() -> None:
 
     level = find_level(args.level) if args.level else current_level()
     n, k = (int(part) for part in args.shape.split(","))
-    n_bytes = packed_bytes(GGMLType.F32, n, k) + PROMPT_ROWS * (4 * n + 8 * k) + args.threads * scratch_bytes(k)
+    n_bytes = packed_bytes(GGMLType.F32, n, k) + PROMPT_ROWS * (row_stride(n) + 8 * k) + args.threads * scratch_bytes(k)
     lines = []
     with ExitStack() as stack:
         arena = stack.enter_context(Arena(n_bytes + (1 << 20)))

@@ -187,6 +187,11 @@ class Panel:
         return out
 
 
+def seen_by_panel(type: GGMLType, weights: np.ndarray) -> np.ndarray:
+    """float64: the weights as the panel multiplies them, rounded to bf16 but for f16."""
+    return (weights if type == GGMLType.F16 else round_to_bf16(weights)).astype(np.float64)
+
+
 PANEL_TYPES = [type for type in TYPES if type != GGMLType.F32]
 needs_amx = pytest.mark.skipif(not AMX, reason="this processor has no AMX")
 each_panel_type = pytest.mark.parametrize("type", PANEL_TYPES, ids=lambda type: type.name)
@@ -198,8 +203,7 @@ def test_panel_is_the_product_of_bf16(type: GGMLType) -> None:
     matrix = Matrix(type, 75, 512)
     panel = Panel(type, matrix, AMX[0])
     x = random_activations(49, matrix.k)
-    rounded = matrix.weights if type == GGMLType.F16 else round_to_bf16(matrix.weights)  # f16 is not rounded
-    weights, rounded_x = rounded.astype(np.float64), round_to_bf16(x).astype(np.float64)
+    weights, rounded_x = seen_by_panel(type, matrix.weights), round_to_bf16(x).astype(np.float64)
     exact = rounded_x @ weights.T
     # A weight on the border between two bf16 may go either way, as ours is rounded once more or less than NumPy's.
     tolerance = 4e-5 * size_of_terms(weights, rounded_x)
@@ -211,13 +215,18 @@ def test_panel_is_the_product_of_bf16(type: GGMLType) -> None:
 
 @needs_amx
 @pytest.mark.parametrize(
-    "k", [32, CHUNK, LONGEST_CHUNK, LONGEST_CHUNK + 32, 2 * CHUNK, CHUNK + LONGEST_CHUNK, 3 * CHUNK + 96]
+    ("type", "k"),
+    [
+        *((GGMLType.Q4_1, k) for k in (32, CHUNK, LONGEST_CHUNK, LONGEST_CHUNK + 32, CHUNK + LONGEST_CHUNK)),
+        (GGMLType.Q4_K, 3 * CHUNK + 256),
+        (GGMLType.F16, 2 * CHUNK),
+    ],
 )
-def test_panel_sums_over_chunks_of_k(k: int) -> None:
-    matrix = Matrix(GGMLType.Q4_1, 80, k)
+def test_panel_sums_over_chunks_of_k(type: GGMLType, k: int) -> None:
+    matrix = Matrix(type, 80, k)
     x = random_activations(35, matrix.k)
-    weights, rounded_x = round_to_bf16(matrix.weights).astype(np.float64), round_to_bf16(x).astype(np.float64)
-    out = Panel(GGMLType.Q4_1, matrix, AMX[0])(x)
+    weights, rounded_x = seen_by_panel(type, matrix.weights), round_to_bf16(x).astype(np.float64)
+    out = Panel(type, matrix, AMX[0])(x)
     assert np.all(np.abs(out - rounded_x @ weights.T) <= 4e-5 * size_of_terms(weights, rounded_x))
 
 

@@ -1,10 +1,13 @@
 """The panel kernels: many rows at once, on AMX tiles.
 
-A panel is 32 columns of the output (two groups). Loops, from the outside: up to 8 panels; a chunk of up to 1,024 k,
-whose weights are dequantized to bf16 in pairs of k, as the tiles want them; 32 rows; the panels. So the weights of
-the inner loops (512 KB) and the 32 rows of x (64 KB) are read from the second-level cache, and an output of 32 x 32
-is four tiles that stay in registers over the chunk. From chunk to chunk they are kept in `out` as f32, which loses
-nothing. Every row is summed in the same order, wherever it stands and however many there are.
+A panel is 32 columns of the output (two groups). Loops, from the outside: 16 panels; a chunk of about 512 k, whose
+weights are dequantized to bf16 in pairs of k, as the tiles want them; 32 rows; the panels. So the 32 rows of x (at
+most 40 KB) stay in the first-level cache while the weights (at most 640 KB) stream past them from the second. An
+output of 32 x 32 is four tiles that stay in registers over the chunk; from chunk to chunk they are kept in `out` as
+f32, which loses nothing. Every row is summed in the same order, wherever it stands and however many there are.
+
+The rows of `out` should be an odd number of 64-byte lines apart (linear.row_stride): at even ones, above all powers of
+two, the 32 rows of a tile fall into few sets of the cache, and storing them was seen to take a third longer.
 
 An f16 weight has more digits than a bf16, and rounding it costs more than f16 models may lose: it becomes the sum of
 two bf16, which is exact, and takes two products.
@@ -20,13 +23,15 @@ from typing import NamedTuple
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
-from llamatrio.backends.cpu.rows import PREFETCH, for_each_tile
+from llamatrio.backends.cpu.rows import for_each_tile
 from llamatrio.backends.cpu.vector import Asm, Value, vf32, vi32
 from llamatrio.model.ggml_type import GGMLType
 
-CHUNK = 2048
+CHUNK = 512
 """Values of k that are dequantized at a time; a multiple of every type's block."""
-PANELS = 8
+LONGEST_CHUNK = 640
+"""The last chunk takes what is left, up to this."""
+PANELS = 16
 TILE = 1024
 """Bytes of an AMX tile: 16 rows of 64."""
 _EDGE_STRIDE = 128
@@ -35,7 +40,7 @@ _EDGE_BYTES = 32 * _EDGE_STRIDE
 
 def scratch_bytes(k: int) -> int:
     """Bytes of scratch that a panel kernel needs for rows of `k` weights."""
-    return PANELS * 2 * ROWS * min(k, CHUNK) * 2 + _EDGE_BYTES
+    return PANELS * 2 * ROWS * min(k, LONGEST_CHUNK) * 2 + _EDGE_BYTES
 
 
 class _Product(NamedTuple):
@@ -83,13 +88,15 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
             last = asm.minimum(g1, asm.add(first, n_groups))
 
             def chunk(at: Value, _: list[Value]) -> list[Value]:
-                length = asm.minimum(asm.builder.sub(k, at), asm.int64(CHUNK))
+                left = asm.builder.sub(k, at)
+                is_last = asm.less(left, LONGEST_CHUNK + 1)
+                length = asm.select(is_last, left, asm.int64(CHUNK))
                 group_bytes = asm.mul(length, 2 * ROWS * n_parts)
 
                 def dequantize(g: Value, _: list[Value]) -> list[Value]:
                     start = asm.at(weights, asm.add(asm.mul(g, group_stride), made.row_bytes(asm, at)))
                     place = asm.at(room, asm.mul(asm.builder.sub(g, first), group_bytes))
-                    _dequantize(asm, made, start, place, length)
+                    _dequantize(asm, made, start, place, length, group_stride)
                     return []
 
                 asm.loop(first, last, [], dequantize)
@@ -108,7 +115,8 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
                 _multiply(asm, product, room, asm.builder.sub(last, first))
                 return []
 
-            asm.loop(0, k, [], chunk, step=CHUNK)
+            # Ends where the last chunk has taken more than CHUNK.
+            asm.loop(0, asm.maximum(asm.add(k, CHUNK - LONGEST_CHUNK), asm.int64(1)), [], chunk, step=CHUNK)
             return []
 
         asm.loop(g0, g1, [], panels, step=n_groups)
@@ -120,15 +128,15 @@ def panel_kernel(made: Format | FloatFormat) -> Emit:
 # ---- weights to bf16
 
 
-def _dequantize(asm: Asm, made: Format | FloatFormat, weights: Value, room: Value, k: Value) -> None:
+def _dequantize(asm: Asm, made: Format | FloatFormat, weights: Value, room: Value, k: Value, to_next: Value) -> None:
     """k weights of one group to bf16 [k / 2][16][2] at `room`; f16 to [k / 32][2][16][16][2], of which the second
-    dimension is added up."""
+    dimension is added up. `to_next` bytes on are the weights that are wanted next."""
     if isinstance(made, Format):
-        _dequantize_codes(asm, made, weights, room, k)
+        _dequantize_codes(asm, made, weights, room, k, to_next)
     elif made.type == GGMLType.F16:
-        _convert_floats(asm, made, weights, room, k, _split_pair)
+        _convert_floats(asm, made, weights, room, k, to_next, _split_pair)
     else:
-        _convert_floats(asm, made, weights, room, k, lambda asm, even, odd: [asm.bf16_pairs(even, odd)])
+        _convert_floats(asm, made, weights, room, k, to_next, lambda asm, even, odd: [asm.bf16_pairs(even, odd)])
 
 
 def _convert_floats(
@@ -137,11 +145,12 @@ def _convert_floats(
     weights: Value,
     room: Value,
     k: Value,
+    to_next: Value,
     parts_of: Callable[[Asm, Value, Value], list[Value]],
 ) -> None:
     def tile(i: Value, _: list[Value]) -> list[Value]:
         offset = asm.mul(i, made.tile_bytes)
-        asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
+        asm.prefetch_lines(weights, asm.add(offset, to_next), made.tile_bytes)
         for pair in range(16):
             parts = parts_of(asm, *made.load_pair(asm, weights, offset, pair))
             for n, part in enumerate(parts):
@@ -159,9 +168,9 @@ def _split_pair(asm: Asm, even: Value, odd: Value) -> list[Value]:
     return [asm.bf16_pairs(*upper), asm.bf16_pairs(asm.fsub(even, upper[0]), asm.fsub(odd, upper[1]))]
 
 
-def _dequantize_codes(asm: Asm, made: Format, weights: Value, room: Value, k: Value) -> None:
+def _dequantize_codes(asm: Asm, made: Format, weights: Value, room: Value, k: Value, to_next: Value) -> None:
     def step(offset: Value, index: Value, head: list[Value], carried: list[Value]) -> list[Value]:
-        asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
+        asm.prefetch_lines(weights, asm.add(offset, to_next), made.tile_bytes)
         codes, scales, minima = made.unpack(asm, weights, offset, head)
         for v, quad in enumerate(codes):
             half = v * len(scales) // 8
@@ -190,6 +199,8 @@ def _multiply(asm: Asm, p: _Product, room: Value, n_groups: Value) -> None:
 
         def panel(g: Value, _: list[Value]) -> list[Value]:
             weights, columns = asm.at(room, asm.mul(g, group_bytes)), asm.at(out, asm.mul(g, 4 * ROWS))
+            for half in (2, 3):  # of the next 32 rows, a tile for each panel done here
+                asm.prefetch_lines(x, asm.add(asm.mul(p.x_stride, half), asm.mul(asm.div(g, 2), TILE)), TILE)
             with asm.choose(is_whole) as (whole, edge):
                 with whole:
                     _tiles(asm, p, x, weights, group_bytes, columns, p.ld_out)
@@ -251,9 +262,9 @@ def _tiles(asm: Asm, p: _Product, x: Value, weights: Value, group_bytes: Value, 
         asm.tile_load(4, asm.at(x, at))
         for part in range(p.n_parts):
             place = asm.add(asm.mul(at, p.n_parts), part * TILE)
-            asm.tile_load(6, asm.at(weights, place))
+            asm.tile_load_streamed(6, asm.at(weights, place))
             asm.tile_dot_bf16(0, 4, 6)
-            asm.tile_load(7, asm.at(beside, place))
+            asm.tile_load_streamed(7, asm.at(beside, place))
             asm.tile_dot_bf16(1, 4, 7)
             if part == 0:
                 asm.tile_load(5, asm.at(below, at))

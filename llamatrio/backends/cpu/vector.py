@@ -223,6 +223,10 @@ class Asm:
         """The smaller of two signed i64."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger of two signed i64."""
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
+
     # ---- lanes
 
     def splat(self, x: Value, n: int = LANES) -> Value:
@@ -564,6 +568,10 @@ class Asm:
     def tile_load(self, tile: int, base: Value, stride: Value = None) -> None:
         """Loads 16 rows of 64 bytes, `stride` bytes (i64; default 64) apart."""
         self._void("llvm.x86.tileloadd64", _tile(tile), base, self.int64(64) if stride is None else stride)
+
+    def tile_load_streamed(self, tile: int, base: Value) -> None:
+        """Loads a tile from 1,024 consecutive bytes without keeping them in the first-level cache."""
+        self._void("llvm.x86.tileloaddt164", _tile(tile), base, self.int64(64))
 
     def tile_store(self, tile: int, base: Value, stride: Value) -> None:
         """Stores 16 rows of 64 bytes, `stride` bytes (i64) apart."""
