@@ -59,11 +59,15 @@ async def serve_while_loading(
 ) -> None:
     """Listens first, then opens the engine, and serves it until `shutdown`.
 
-    The engine is closed after the last stream has ended. What `opening` or the engine raises comes out, and the
-    server ends at once. A shutdown during loading abandons it at the next checkpoint.
+    The engine is closed after the last stream has ended. A shutdown during loading abandons it at the next
+    checkpoint.
+
+    Raises what `opening` or the engine raises, as it is, after the server has ended at once; OSError when the
+    address cannot be bound.
     """
     gate = LoadingGate()
     served = trio.Event()
+    failure: Exception | None = None
 
     async def run(*, task_status: trio.TaskStatus[tuple[str, ...]]) -> None:
         await serve(gate, settings, shutdown, task_status=task_status)
@@ -72,8 +76,14 @@ async def serve_while_loading(
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        urls = await nursery.start(run)
-        async with opening as engine:
-            gate.app = new_app(engine, settings)
-            task_status.started(urls)
-            await served.wait()
+        try:
+            urls = await nursery.start(run)
+            async with opening as engine:
+                gate.app = new_app(engine, settings)
+                task_status.started(urls)
+                await served.wait()
+        except Exception as error:
+            failure = error
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

@@ -111,10 +111,10 @@ class CompletionWriter:
         self._tokens = service.token_json(body)
         self._n_predicted = 0
         self._has_new_line = False
+        self._id_slot: int | None = None
         self._fixed = {
             "index": index,
             "stop": False,
-            "id_slot": -1 if job.request.lane is None else job.request.lane,
             "tokens_evaluated": len(job.request.tokens),
         }
 
@@ -123,8 +123,11 @@ class CompletionWriter:
         self._has_new_line = self._has_new_line or "\n" in item.text
         if not item.text and not item.probs and not self._body.return_tokens:
             return b""
+        if self._id_slot is None:  # known once it runs
+            self._id_slot = self._generation.progress().lane
         partial: dict[str, Any] = {
             **self._fixed,
+            "id_slot": self._id_slot,
             "content": item.text,
             "tokens": item.ids if self._body.return_tokens else (),
             "tokens_predicted": self._n_predicted,

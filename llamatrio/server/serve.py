@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import TypeAlias
 
@@ -59,13 +60,24 @@ async def serve(
         lifespan_nursery.cancel_scope.cancel()
 
 
-async def serve_until_signalled(app: ASGIFramework, settings: ServerConfig) -> None:
-    """Serves until SIGTERM or SIGINT; a second signal cuts the streams at once."""
+async def until_signalled(run: Callable[[trio.Event], Awaitable[None]]) -> None:
+    """Runs `run(shutdown)`, where SIGTERM or SIGINT sets `shutdown` and a second signal cancels.
+
+    What `run` raises comes out as it is, not in a group.
+
+        await until_signalled(lambda shutdown: serve(app, settings, shutdown))
+    """
     shutdown = trio.Event()
+    failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(watch_signals, shutdown, nursery.cancel_scope)
-        await serve(app, settings, shutdown)
+        try:
+            await run(shutdown)
+        except Exception as error:
+            failure = error
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def watch_signals(

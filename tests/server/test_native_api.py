@@ -46,7 +46,7 @@ async def test_stream_matches_the_whole_answer() -> None:
     probs = [entry for piece in pieces for entry in piece["completion_probabilities"]]
     assert probs == whole["completion_probabilities"]
     assert [piece["tokens_predicted"] for piece in pieces] == [1, 2, 3]
-    assert all("timings" in piece and piece["stop"] is False for piece in pieces)
+    assert all("timings" in piece and piece["stop"] is False and piece["id_slot"] == 1 for piece in pieces)
     ignored = {"content", "tokens", "completion_probabilities", "generation_settings"}
     assert {k: v for k, v in last.items() if k not in ignored} == {k: v for k, v in whole.items() if k not in ignored}
     assert (last["content"], last["has_new_line"]) == ("", True)

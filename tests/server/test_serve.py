@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from functools import partial
 
 import h2.events
 import httpx
@@ -13,7 +14,7 @@ import trio
 import trio.testing
 from http_tools import H2Client, Served, open_stream, raw_socket, serving, toy_app, until
 
-from llamatrio.server.serve import serve, serve_until_signalled, watch_signals
+from llamatrio.server.serve import serve, until_signalled, watch_signals
 from llamatrio.server.settings import ServerConfig
 
 protocols = pytest.mark.parametrize(
@@ -201,9 +202,17 @@ async def test_serves_until_a_signal() -> None:
     app, _ = toy_app()
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_until_signalled, app, ServerConfig(port=0))
+            nursery.start_soon(until_signalled, partial(serve, app, ServerConfig(port=0)))
             await trio.testing.wait_all_tasks_blocked(0.02)
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_errors_come_out_of_until_signalled_as_they_are() -> None:
+    async def fail(shutdown: trio.Event) -> None:
+        raise OSError("no such address")
+
+    with pytest.raises(OSError, match="no such address"):
+        await until_signalled(fail)
 
 
 async def test_address_in_use_is_an_os_error() -> None:
