@@ -1,5 +1,6 @@
 """The step's attention: rotating, storing, and sharing chunks or rows among the members of the team."""
 
+# Numba infers the types of compiled functions itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 
 from __future__ import annotations

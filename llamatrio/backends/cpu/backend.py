@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.cells import CellPool, kv_layout
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
-from llamatrio.backends.cpu.memory import available_bytes, check_memory
+from llamatrio.backends.cpu.memory import MemoryPlan, available_bytes, check_memory
 from llamatrio.backends.cpu.plan import plan_rows
 from llamatrio.backends.cpu.scratch import MOST_CANDIDATES, ScratchPlan, plan_scratch
 from llamatrio.backends.cpu.step import compiled_step
@@ -190,11 +191,11 @@ def open_cpu_backend(
         check_weights(file, spec)
         layout = kv_layout(spec, type_k, type_v)
         shapes = attention_shapes(spec, type_k, type_v, level)
-        scratch = plan_scratch(spec, shapes, n_cells=n_cells, max_rows=max_rows, n_threads=n_threads)
-        arena = stack.enter_context(Arena(_plan_memory(file, spec, layout, n_cells, scratch)))
+        plan_for = partial(plan_scratch, spec, shapes, max_rows=max_rows, n_threads=n_threads)
+        arena = stack.enter_context(Arena(_plan_memory(file, spec, layout, plan_for, n_cells).total))
         pool = CellPool(layout, n_cells, arena.take(n_cells * layout.record_bytes), level)
         team = stack.enter_context(Team(n_threads))
-        machine = build_machine(file, spec, arena, pool, shapes, scratch, team, level)
+        machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level)
         enter = compiled_step()
         team.start(
             lambda member: enter(machine.step, machine.layers, machine.matrices, machine.batches, team.address, member)
@@ -204,16 +205,14 @@ def open_cpu_backend(
         yield backend
 
 
-def _plan_memory(file: GGUFFile, spec: ModelSpec, layout: KVLayout, n_cells: int, scratch: ScratchPlan) -> int:
-    """Bytes of the whole arena. Raises BackendError where the machine does not have them."""
+def _plan_memory(
+    file: GGUFFile, spec: ModelSpec, layout: KVLayout, plan_for: Callable[[int], ScratchPlan], n_cells: int
+) -> MemoryPlan:
+    """The whole arena. Raises BackendError where the machine does not have the memory."""
     n_weights = weights_bytes(file)
-    n_rope = 2 * padded(4 * n_cells * spec.rope.n_dims)
-    n_scratch = scratch.n_bytes + n_rope
-    check_memory(
-        n_weights=n_weights,
-        n_scratch=n_scratch,
-        n_cells=n_cells,
-        cell_bytes=layout.record_bytes,
-        available=available_bytes(),
-    )
-    return n_weights + n_scratch + padded(n_cells * layout.record_bytes)
+
+    def plan(n: int) -> MemoryPlan:
+        n_rope = 2 * padded(4 * n * spec.rope.n_dims)
+        return MemoryPlan(n_weights, plan_for(n).n_bytes + n_rope, padded(n * layout.record_bytes))
+
+    return check_memory(plan, n_cells, available_bytes())

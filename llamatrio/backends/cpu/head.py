@@ -1,5 +1,6 @@
 """The end of the step: final norm, the head product for the wanted rows, and the likeliest tokens of each."""
 
+# Numba infers the types of compiled functions itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 
 from __future__ import annotations

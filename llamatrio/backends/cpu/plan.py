@@ -9,7 +9,7 @@ a position takes, and with it every bit of its result, does not depend on what e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -54,8 +54,8 @@ def plan_rows(batch: Batch, *, has_panels: bool) -> Plan:
                 sizes.append(len(piece))
             else:
                 rows.extend(piece)
-    starts = len(rows) + np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]) if sizes else []
-    blocks = tuple(PanelBlock(int(row), size) for row, size in zip(starts, sizes, strict=True))
+    starts = accumulate(sizes, initial=len(rows))
+    blocks = tuple(PanelBlock(row, size) for row, size in zip(starts, sizes, strict=False))
     return Plan(np.array(rows + panel, np.int32), len(rows), len(panel), blocks)
 
 

@@ -40,7 +40,7 @@ def reference_logits(
     kv_type rounds K and V as a cache of that type would; None keeps them exact.
     """
     weights = {name: np.asarray(value, dtype) for name, value in tensors.items()}
-    positions = np.arange(len(tokens))
+    positions = np.arange(len(tokens), dtype=dtype)
     x = weights["token_embd.weight"][tokens] * dtype(spec.embd_scale)
     for layer in range(spec.n_layer):
         w = {name.removeprefix(f"blk.{layer}."): value for name, value in weights.items()}
@@ -133,7 +133,7 @@ def attend(q: Array, k: Array, v: Array, spec: ModelSpec, *, window: int) -> Arr
         hidden |= ahead <= -window
     scores = np.where(hidden, -np.inf, scores)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", p / p.sum(axis=-1, keepdims=True), v)
+    return np.asarray(np.einsum("hqk,khd->qhd", p / p.sum(axis=-1, keepdims=True), v))
 
 
 def kv_round(x: Array, kv_type: KVType) -> Array:

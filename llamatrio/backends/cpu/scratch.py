@@ -47,7 +47,7 @@ def n_padded_logits(spec: ModelSpec) -> int:
 
 
 def plan_scratch(
-    spec: ModelSpec, shapes: list[AttentionShape], *, n_cells: int, max_rows: int, n_threads: int
+    spec: ModelSpec, shapes: list[AttentionShape], n_cells: int, *, max_rows: int, n_threads: int
 ) -> ScratchPlan:
     """Sizes for batches of `max_rows` rows over at most `n_cells` positions."""
     head_state = state_bytes(spec.head_dim) * spec.n_head

@@ -20,6 +20,7 @@ Few rows (*private* mode): every member does 1, 5 and 7 for all rows, on its own
 costs less than the barrier it saves. Otherwise each row has an owner, who keeps its residual stream.
 """
 
+# Numba infers the types of compiled functions itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Rule 5. Spinning is bounded: after that each look is followed by a yield, so a p
 The control block is int64 words; words written by different members lie in different cache lines.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+# Numba infers types itself, and its intrinsics hide their signatures from mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, call-arg"
 
 from __future__ import annotations
 

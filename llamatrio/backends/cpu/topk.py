@@ -6,6 +6,7 @@ Order: descending logit, of equal logits the lower id first. Neither the order n
 of threads: segments have a fixed size.
 """
 
+# Numba infers the types of compiled functions itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 
 from __future__ import annotations
