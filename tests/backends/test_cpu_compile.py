@@ -18,7 +18,7 @@ from llamatrio.backends.cpu.levels import LEVEL_NAMES, Level, code_fingerprint, 
 from llamatrio.backends.cpu.linear import linear_kernels
 from llamatrio.backends.cpu.pack import FORMATS
 from llamatrio.backends.cpu.rows import quantized_rows
-from llamatrio.backends.cpu.vector import Asm, Value, vf32
+from llamatrio.backends.cpu.vector import Asm, Value, vbytes, vf32
 from llamatrio.model.ggml_type import GGMLType
 
 each_level = pytest.mark.parametrize("level", host_levels(), ids=lambda level: level.name)
@@ -214,3 +214,28 @@ def test_exp(level: Level) -> None:
     x[0, :3] = -88, -1e30, -np.inf
     run(x[0].ctypes.data, out[0].ctypes.data)
     assert np.all(out[0, :3] == 0)
+
+
+@each_level
+@pytest.mark.parametrize("bits", [2, 4, 5, 6, 7, 8])
+def test_dot_is_exact_at_the_extremes(level: Level, bits: int) -> None:
+    def body(asm: Asm, source: Value, target: Value) -> None:
+        weights = [asm.load(source, 64 * n, vbytes) for n in range(8)]
+        activations = [asm.load(source, 512 + 64 * n, vbytes) for n in range(8)]
+        asm.store(asm.dot(weights, activations, bits), target, 0)
+        asm.store(asm.dot_signed(weights, activations), target, 64)
+
+    run = vector_function(f"test_dot_{bits}", level, body)
+    rng = np.random.default_rng(bits)
+    most = 2**bits - 1
+    for _ in range(20):
+        operands = np.empty((2, 8, 16, 4), np.uint8)
+        operands[0] = rng.choice([0, 1, most // 2, most // 2 + 1, most], operands[0].shape)
+        operands[1] = rng.choice(np.array([-127, -1, 0, 127], np.int8), operands[1].shape).view(np.uint8)
+        if rng.random() < 0.3:  # everything at the end of its range
+            operands[0], operands[1] = most, 127
+        out = np.empty((2, 16), np.int32)
+        run(operands.ctypes.data, out.ctypes.data)
+        x = operands[1].view(np.int8).astype(np.int64)
+        np.testing.assert_array_equal(out[0], (operands[0].astype(np.int64) * x).sum((0, 2)))
+        np.testing.assert_array_equal(out[1], (operands[0].view(np.int8).astype(np.int64) * x).sum((0, 2)))

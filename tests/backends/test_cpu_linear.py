@@ -99,8 +99,12 @@ def test_threads_can_share_a_product_by_groups(type: GGMLType) -> None:
         assert np.isnan(part[:, 16 * g1 :]).all()
 
 
-@each_type
+NARROW_TYPES = [type for type in TYPES if getattr(FORMATS[type], "offset", 0) != 128]
+
+
+@pytest.mark.parametrize("type", NARROW_TYPES, ids=lambda type: type.name)
 def test_levels_with_fma_agree_in_every_bit(type: GGMLType) -> None:
+    """But for 8-bit codes, which are signed where VNNI is missing: the sums are equal, their rounding is not."""
     levels = [level for level in LEVELS if level.has_fma]
     if len(levels) < 2:
         pytest.skip("this processor has fewer than two levels with fused multiply-add")

@@ -8,6 +8,8 @@ Quantized weights, per tile of 32 k and per row, with integers I = dot(codes, x)
 
     acc = fma(x_scale, fma(w_scale, I, w_minimum * S), acc)
 
+Without VNNI, 8-bit codes are taken as signed bytes, less 128, and there is no minimum.
+
 Where a type has a scale for each 16 weights, the middle term is the sum over the halves: first the minima's
 products, then the scales'.
 """
@@ -20,7 +22,7 @@ from llamatrio.backends.cpu.activations import BLOCK, BLOCK_BYTES, SCALE, SUM, S
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format, Unpacked
 from llamatrio.backends.cpu.formats_float import FloatFormat
-from llamatrio.backends.cpu.vector import Asm, Value, f32, i32, vbytes, vf32
+from llamatrio.backends.cpu.vector import Asm, Value, f32, i8, i32, vbytes, vf32
 
 PREFETCH = 16384
 """Bytes ahead of the weights in use that are asked into L2: the hardware's own prefetcher halts at page ends."""
@@ -87,6 +89,8 @@ def quantized_rows(made: Format) -> Emit:
         def step(offset: Value, index: Value, head: list[Value], acc: list[Value]) -> list[Value]:
             asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
             unpacked = made.unpack(asm, weights, offset, head)
+            if made.offset == 128 and asm.level.dot != "vnni":
+                unpacked = _signed(asm, unpacked)
             at = asm.mul(index, BLOCK_BYTES)
             return [_add_product(asm, made, unpacked, asm.at(row, at), a) for row, a in zip(rows, acc, strict=True)]
 
@@ -122,19 +126,28 @@ def for_each_tile(
     return asm.loop(0, asm.div(k, 32 * made.n_tiles), carried, block)
 
 
+def _signed(asm: Asm, w: Unpacked) -> Unpacked:
+    """8-bit codes as signed bytes, which have no minimum."""
+    flip = asm.splat_int(0x80, i8, 64)
+    return Unpacked([asm.builder.xor(codes, flip) for codes in w.codes], w.scales, [])
+
+
 def _add_product(asm: Asm, made: Format, w: Unpacked, record: Value, acc: Value) -> Value:
     """acc + 32 k of one row; `record` points at the row's q8 record."""
     x = [asm.bitcast(asm.load_splat(record, 4 * v, i32), vbytes) for v in range(8)]
     n = len(w.scales)
-    width = 8 // n
     total = None
-    for minimum, at in zip(w.minima, (SUM,) if n == 1 else (SUM_LOW, SUM_HIGH), strict=True):
+    for minimum, at in zip(w.minima, (SUM,) if n == 1 else (SUM_LOW, SUM_HIGH), strict=False):
         x_sum = asm.load_splat(record, at)
         total = asm.fmul(minimum, x_sum) if total is None else asm.fma(minimum, x_sum, total)
     for part, scale in enumerate(w.scales):
-        quads = slice(part * width, (part + 1) * width)
-        integer = asm.dot(w.codes[quads], x[quads], made.code_bits)
-        total = asm.fma(scale, asm.to_f32(integer), total)
+        quads = slice(part * 8 // n, (part + 1) * 8 // n)
+        if w.minima:
+            integer = asm.dot(w.codes[quads], x[quads], made.code_bits)
+        else:
+            integer = asm.dot_signed(w.codes[quads], x[quads])
+        product = asm.to_f32(integer)
+        total = asm.fmul(scale, product) if total is None else asm.fma(scale, product, total)
     return asm.fma(asm.load_splat(record, SCALE), total, acc)
 
 

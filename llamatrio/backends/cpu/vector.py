@@ -472,13 +472,25 @@ class Asm:
         if self.level.dot == "vnni":
             return self._dot_vnni(pairs)
         if self.level.dot == "maddubs":
-            return self._dot_maddubs(pairs, bits)
+            return self._dot_maddubs(_halved(self, pairs), 7) if bits == 8 else self._dot_maddubs(pairs, bits)
         if self.level.dot == "sdot":
-            return self._dot_sdot(pairs, bits)
-        total = self.zero(vi32)
-        for weight, activation in pairs:
-            total = self.builder.add(total, self._dot_wide(weight, activation))
-        return total
+            return self._dot_sdot(_less_128(self, pairs) if bits == 8 else pairs)
+        return self._dot_wide(pairs, self._zero_extended)
+
+    def dot_signed(self, weights: Sequence[Value], activations: Sequence[Value]) -> Value:
+        """As dot, for 64 signed bytes of any value. Worth it for 8-bit weights where VNNI is missing."""
+        pairs = list(zip(weights, activations, strict=True))
+        if self.level.dot == "maddubs":  # |w| * (x with the sign of w)
+            sizes = [self._call("llvm.abs.v64i8", vbytes, w, ir.Constant(i1, 0)) for w in weights]
+            turned = [self._halves("llvm.x86.avx2.psign.b", vec(i8, 32), x, w) for w, x in pairs]
+            return self._dot_maddubs(list(zip(sizes, turned, strict=True)), 7)
+        if self.level.dot == "sdot":
+            return self._dot_sdot(pairs)
+        if self.level.dot == "vnni":
+            flip = self.splat_int(0x80, i8, 64)
+            unsigned = self._dot_vnni([(self.builder.xor(w, flip), x) for w, x in pairs])
+            return self.builder.sub(unsigned, self._dot_vnni([(flip, x) for _, x in pairs]))
+        return self._dot_wide(pairs, self._sign_extended)
 
     def _dot_vnni(self, pairs: Sequence[tuple[Value, Value]]) -> Value:
         total = self.zero(vi32)
@@ -488,38 +500,22 @@ class Asm:
 
     def _dot_maddubs(self, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
         """vpmaddubsw saturates at 16 bits: as many products are added there as are sure to fit."""
-        if bits == 8:  # two weights of 7 bits
-            halved = [(self.bytes_shift(w, 1, 0x7F), w, x) for w, x in pairs]
-            pairs = [pair for half, w, x in halved for pair in ((half, x), (self.builder.sub(w, half), x))]
-            bits = 7
         room = max(1, 32767 // (2 * 127 * (2**bits - 1)))
-        total = self.zero(vi32)
+        ones, total = self.splat_int(1, i16, 32), self.zero(vi32)
         for first in range(0, len(pairs), room):
             words: Value = None
             for weight, activation in pairs[first : first + room]:
-                product = self._maddubs(weight, activation)
+                product = self._halves("llvm.x86.avx2.pmadd.ub.sw", vec(i16, 16), weight, activation)
                 words = product if words is None else self.builder.add(words, product)
-            total = self.builder.add(total, self._sum_word_pairs(words))
+            total = self.builder.add(total, self._halves("llvm.x86.avx2.pmadd.wd", vec(i32, 8), words, ones))
         return total
 
-    def _maddubs(self, weight: Value, activation: Value) -> Value:
-        name, kind = "llvm.x86.avx2.pmadd.ub.sw", vec(i16, 16)
-        halves = [
-            self._call(name, kind, self.part(weight, first, 32), self.part(activation, first, 32)) for first in (0, 32)
-        ]
-        return self.concat(halves)
+    def _halves(self, name: str, kind: Any, a: Value, b: Value) -> Value:
+        """An AVX2 operation of 32 bytes on both halves of 64."""
+        n = a.type.count // 2
+        return self.concat([self._call(name, kind, self.part(a, at, n), self.part(b, at, n)) for at in (0, n)])
 
-    def _sum_word_pairs(self, words: Value) -> Value:
-        name, ones = "llvm.x86.avx2.pmadd.wd", self.splat_int(1, i16, 16)
-        halves = [self._call(name, vec(i32, 8), self.part(words, first, 16), ones) for first in (0, 16)]
-        return self.concat(halves)
-
-    def _dot_sdot(self, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
-        """sdot is signed by signed: an 8-bit weight is taken less 128, and 128 times the activations added."""
-        if bits == 8:
-            sixty_four, flip = self.splat_int(64, i8, 64), self.splat_int(0x80, i8, 64)
-            signed = [(self.builder.xor(w, flip), x) for w, x in pairs]
-            pairs = signed + [(sixty_four, x) for _, x in pairs] * 2
+    def _dot_sdot(self, pairs: Sequence[tuple[Value, Value]]) -> Value:
         quarters = []
         for first in range(0, 64, 16):
             total = self.zero(vec(i32, 4))
@@ -529,15 +525,26 @@ class Asm:
             quarters.append(total)
         return self.concat(quarters)
 
-    def _dot_wide(self, weight: Value, activation: Value) -> Value:
+    def _dot_wide(
+        self, pairs: Sequence[tuple[Value, Value]], extended: Callable[[Value], tuple[Value, Value]]
+    ) -> Value:
         """16-bit products of the even and the odd bytes; LLVM makes pmaddwd of them where there is one."""
-        b = self.builder
-        w, x, words = self.bitcast(weight, vec(i16, 32)), self.bitcast(activation, vec(i16, 32)), vec(i16, 32)
-        eight = self.splat_int(8, i16, 32)
-        w_even, w_odd = b.and_(w, self.splat_int(0xFF, i16, 32)), b.lshr(w, eight)
-        x_even, x_odd = b.ashr(b.shl(x, eight), eight), b.ashr(x, eight)
-        assert w_even.type == words
-        return b.add(self._multiply_add_pairs(w_even, x_even), self._multiply_add_pairs(w_odd, x_odd))
+        total = self.zero(vi32)
+        for weight, activation in pairs:
+            for w, x in zip(extended(weight), self._sign_extended(activation), strict=True):
+                total = self.builder.add(total, self._multiply_add_pairs(w, x))
+        return total
+
+    def _zero_extended(self, v: Value) -> tuple[Value, Value]:
+        """The even and the odd of 64 unsigned bytes, as 32 x i16 each."""
+        words = self.bitcast(v, vec(i16, 32))
+        even = self.builder.and_(words, self.splat_int(0xFF, i16, 32))
+        return even, self.builder.lshr(words, self.splat_int(8, i16, 32))
+
+    def _sign_extended(self, v: Value) -> tuple[Value, Value]:
+        """The even and the odd of 64 signed bytes, as 32 x i16 each."""
+        words, eight = self.bitcast(v, vec(i16, 32)), self.splat_int(8, i16, 32)
+        return self.builder.ashr(self.builder.shl(words, eight), eight), self.builder.ashr(words, eight)
 
     def _multiply_add_pairs(self, a: Value, c: Value) -> Value:
         b, wide = self.builder, vec(i32, 32)
@@ -593,6 +600,21 @@ class Asm:
 
     def _void(self, name: str, *arguments: Value) -> None:
         self._call(name, ir.VoidType(), *arguments)
+
+
+def _halved(asm: Asm, pairs: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+    """Each 8-bit weight as the sum of two of 7 bits."""
+    result = []
+    for weight, activation in pairs:
+        half = asm.bytes_shift(weight, 1, 0x7F)
+        result += [(half, activation), (asm.builder.sub(weight, half), activation)]
+    return result
+
+
+def _less_128(asm: Asm, pairs: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+    """Each 8-bit weight as a signed one of 128 less, and 128 as twice 64."""
+    flip, sixty_four = asm.splat_int(0x80, i8, 64), asm.splat_int(64, i8, 64)
+    return [(asm.builder.xor(w, flip), x) for w, x in pairs] + [(sixty_four, x) for _, x in pairs] * 2
 
 
 def _tile(n: int) -> Value:
