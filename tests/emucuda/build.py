@@ -20,7 +20,10 @@ from pathlib import Path
 from llamatrio.config import cache_dir
 
 HERE = Path(__file__).parent
-DRIVER_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+DRIVER_FLAGS = [
+    "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-tree-loop-vectorize",  # gcc 12.2 with AVX drops the sums of mma's loop: its results were all zero
+]  # fmt: skip
 KERNEL_FLAGS = [
     "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w",
     "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fno-math-errno",
