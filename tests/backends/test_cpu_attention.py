@@ -114,8 +114,8 @@ def test_attention_over_scattered_cells(
         cells = rng.permutation(300)[:n].astype(np.int32)
         out = attention(q, k_pool, v_pool, cells, head)
         expected = softmax_attention(q, k_kept[cells], v_kept[cells], attention.cap)
-        # An 8-bit query moves a score by about 1e-2; with f16 only the order of summation differs.
-        tolerance = 2e-2 if type_k == "q8_0" else 1e-5
+        # A 15-bit query moves a score by about 1e-4; with f16 only the order of summation differs.
+        tolerance = 2e-4 if type_k == "q8_0" else 1e-5
         np.testing.assert_allclose(out, expected, atol=tolerance)
 
 

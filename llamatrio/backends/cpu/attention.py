@@ -11,8 +11,10 @@ All query heads of a batch share each load of K and V. q8_0 scores are integer p
 query quantized likewise; two cells fill a vector.
 
     q   f16 cache   f32 [n][head_dim], scaled
-        q8_0 cache  records of query_bytes(head_dim) per head: int8 [head_dim], then f32 scale [blocks], i32
-                    correction [blocks] (128 times the block's sum, as K is stored plus 128)
+        q8_0 cache  records of query_bytes(head_dim) per head: 15-bit integers as 128 high + low, int8 high
+                    [head_dim], int8 low [head_dim], then per block f32 scale and i32 correction (128 times the
+                    block's sum, as K is stored plus 128). One row of 8 bits more: rounding the query to 8 bits
+                    would cost as much as the whole cache does.
     state           per head state_bytes(head_dim): f32 [head_dim] output, then largest score, then sum
     row of cells    f16:   f16 [n_head_kv][head_dim]
                     q8_0:  bytes [n_head_kv][head_dim], then f16 scales [n_head_kv][head_dim / 32], padded
@@ -36,6 +38,7 @@ CHUNK = 128
 """Positions whose scores are held at once; a multiple of 16."""
 _ROW_ALIGNMENT = 16
 _SCALE_BYTES = 2
+_QUERY_MAX = 127 * 128.0
 
 
 def row_bytes(kind: KVType, n_head_kv: int, head_dim: int) -> int:
@@ -49,7 +52,7 @@ def row_bytes(kind: KVType, n_head_kv: int, head_dim: int) -> int:
 
 def query_bytes(kind: KVType, head_dim: int) -> int:
     """Bytes of one head's query as the kernels for a K cache of `kind` read it."""
-    return F32 * head_dim if kind == "f16" else head_dim + 8 * (head_dim // BLOCK)
+    return F32 * head_dim if kind == "f16" else 2 * head_dim + 8 * (head_dim // BLOCK)
 
 
 def state_bytes(head_dim: int) -> int:
@@ -97,14 +100,18 @@ def quantize_query(head_dim: int) -> Callable[[Asm, Value, Value, Value], None]:
                 low, high = a.load(source, at, vf32), a.load(source, a.add(at, VECTOR), vf32)
                 largest = a.reduce_max(a.fmax(a.fabs(low), a.fabs(high)))
                 is_zero = a.builder.fcmp_ordered("==", largest, a.float32(0.0))
-                inverse = a.select(is_zero, a.float32(0.0), a.fdiv(a.float32(127.0), largest))
+                inverse = a.select(is_zero, a.float32(0.0), a.fdiv(a.float32(_QUERY_MAX), largest))
                 codes = [a.round_to_int(a.fmul(v, a.splat(inverse))) for v in (low, high)]
                 for i, code in enumerate(codes):
-                    a.store(a.builder.trunc(code, vec(i8)), record, BLOCK * block + LANES * i)
+                    # 64 more, so that the low part is -64 .. 63.
+                    top = a.builder.ashr(a.builder.add(code, a.splat_int(64)), a.splat_int(7))
+                    rest = a.builder.sub(code, a.builder.shl(top, a.splat_int(7)))
+                    a.store(a.builder.trunc(top, vec(i8)), record, BLOCK * block + LANES * i)
+                    a.store(a.builder.trunc(rest, vec(i8)), record, head_dim + BLOCK * block + LANES * i)
                 total = a.reduce_add_int(a.builder.add(*codes))
-                a.store(a.fmul(largest, a.float32(1 / 127)), record, head_dim + F32 * block)
+                a.store(a.fmul(largest, a.float32(1 / _QUERY_MAX)), record, 2 * head_dim + F32 * block)
                 correction = a.builder.mul(total, a.int32(128))
-                a.store(correction, record, head_dim + F32 * (n_blocks + block))
+                a.store(correction, record, 2 * head_dim + F32 * (n_blocks + block))
             return []
 
         a.loop(0, n, [], head)
@@ -273,14 +280,17 @@ def _scores_q8(a: Asm, shape: AttentionShape, q: Value, k: _Rows, places: Sequen
             keys = a.concat([a.load(k.row(places[cell + i]), BLOCK * block, half) for i in (0, 4)])
             sums = []
             for h in range(n_heads):
-                query = a.load(q, record * h + BLOCK * block, half)
-                sums.append(a.dot([keys], [a.concat([query, query])], 8))
+                parts = []
+                for part in (0, shape.head_dim):
+                    query = a.load(q, record * h + part + BLOCK * block, half)
+                    parts.append(a.dot([keys], [a.concat([query, query])], 8))
+                sums.append(a.builder.add(a.builder.shl(parts[0], a.splat_int(7)), parts[1]))
             return sums
 
         products = _reduce_tree(a, partial_sums, a.builder.add, first_level=2)
         scales = k.scales_of(all_places, block)
         for h in range(n_heads):
-            at = record * h + shape.head_dim + F32 * block
+            at = record * h + 2 * shape.head_dim + F32 * block
             correction = a.load_splat(q, at + F32 * n_blocks, i32)
             exact = a.to_f32(a.builder.sub(products[h], correction))
             factor = a.fmul(scales, a.load_splat(q, at))
