@@ -1,0 +1,115 @@
+"""The command line: `llamatrio serve | run | info`, with llama-server's flags and meanings.
+
+llamatrio serve -m model.gguf -c 20480 -np 8 -kvu -ctk q8_0 -ctv q8_0
+llamatrio run "Why is the sky blue?"
+llamatrio info model.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from llamatrio.cli_flags import add_engine_flags, add_model_flag, add_server_flags, engine_config, server_config
+from llamatrio.errors import LlamatrioError
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that wants the GIL gets it. Python's 5 ms are as long as a whole step of a small model,
+and the device's thread needs the GIL for moments between steps."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(message)s", stream=sys.stderr)
+    logging.getLogger("llamatrio").setLevel(logging.DEBUG if args.verbose else logging.INFO)
+    command: Callable[[argparse.Namespace], None] = args.command
+    try:
+        command(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    """One line for what a user can mend; anything else is a bug and shows its traceback."""
+    if not isinstance(error, LlamatrioError | OSError | ValueError):
+        raise error
+    print(f"llamatrio: error: {error}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="llamatrio", description="An LLM server for GGUF models.")
+    commands = parser.add_subparsers(required=True, metavar="serve | run | info")
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    add_model_flag(serve)
+    add_engine_flags(serve)
+    add_server_flags(serve)
+    serve.set_defaults(command=_serve)
+    run = commands.add_parser("run", help="stream one answer to the terminal")
+    run.add_argument("prompt", help="the user's message")
+    run.add_argument("--system", help="the system message")
+    run.add_argument("-n", "--predict", type=int, default=-1, metavar="N", help="most tokens to make")
+    run.add_argument("--temp", type=float, default=None, metavar="T", help="temperature; 0 is greedy")
+    add_model_flag(run)
+    add_engine_flags(run)
+    run.set_defaults(command=_run)
+    info = commands.add_parser("info", help="print what a file holds and the memory it needs")
+    info.add_argument("file", help="a GGUF file")
+    info.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context in tokens")
+    info.add_argument("-v", "--verbose", action="store_true", help="list the tensors too")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from llamatrio.engine.engine import open_engine
+    from llamatrio.model.hub import resolve_model
+    from llamatrio.server.loading import serve_while_loading
+    from llamatrio.server.serve import until_signalled
+
+    config, settings = engine_config(args), server_config(args)
+    path = resolve_model(args.model)
+
+    async def serve(shutdown: trio.Event) -> None:
+        await serve_while_loading(open_engine(path, config), settings, shutdown)
+
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    trio.run(until_signalled, serve)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from llamatrio.engine.engine import open_engine
+    from llamatrio.model.chat import encode_chat
+    from llamatrio.model.hub import resolve_model
+
+    if not args.verbose:
+        logging.getLogger("llamatrio").setLevel(logging.WARNING)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": args.prompt})
+
+    async def run() -> None:
+        async with open_engine(resolve_model(args.model), engine_config(args)) as engine:
+            prompt = encode_chat(engine.model.chat_template, engine.model.tokenizer, messages)
+            options = {} if args.temp is None else {"temperature": args.temp}
+            async for piece in engine.generate(prompt, max_tokens=args.predict, **options):
+                print(piece, end="", flush=True)
+        print()
+
+    trio.run(run)
+
+
+def _info(args: argparse.Namespace) -> None:
+    from llamatrio.info import describe
+    from llamatrio.model.model import open_model
+
+    with open_model(Path(args.file)) as model:
+        print(describe(model, n_ctx=args.ctx_size, list_tensors=args.verbose))
