@@ -1,6 +1,6 @@
 // matmul_float: as matmul_rows, for weights in F32, F16 or BF16 and f32 rows: products and sums in f32.
 //
-// W: -DTYPE, [n_out][k] or [n_expert][n_out][k] as in the file. x f32 rows. experts, bias, share, -DROWS, grid and
+// W: -DTYPE, [n_out][k] or [n_expert][n_out][k] as in the file. x f32 rows. experts, bias, share, out, -DROWS, grid and
 // block as in matmul_rows.cu; lane l takes the 8 weights 8 l ... of every 256. k a multiple of 8.
 // Bytes moved: W once per ROWS rows; x from cache; 4 n_out a row written.
 #include "planes.cuh"
@@ -18,9 +18,10 @@ __device__ __forceinline__ void load8(float* v, const u8* __restrict__ weights, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_float(const u8* __restrict__ weights, const float* __restrict__ x, const float* __restrict__ bias,
-             const int* __restrict__ experts, float* __restrict__ out, int n_out, int k, int n_rows, int share) {
+             const int* __restrict__ experts, float* __restrict__ out, int n_out, int k, int n_rows, int share,
+             int out_stride) {
     const int column = (blockIdx.x * 4 + warp_id()) * COLUMNS, first_row = blockIdx.y * ROWS;
     const int expert = experts ? experts[first_row] : 0;
     if (column >= n_out || expert < 0) return;
@@ -49,7 +50,7 @@ matmul_float(const u8* __restrict__ weights, const float* __restrict__ x, const 
         for (int c = 0; c < COLUMNS; ++c) {
             const float sum = warp_sum(sums[c][r]);
             if (lane_id() == 0 && first_row + r < n_rows && column + c < n_out)
-                out[(long long)(first_row + r) * n_out + column + c] = sum + (bias ? bias[base + column + c] : 0.0f);
+                out[(long long)(first_row + r) * out_stride + column + c] = sum + (bias ? bias[base + column + c] : 0.0f);
         }
     }
 }

@@ -5,7 +5,8 @@
 //          that expert's bias, and reads x row r / share. Then -DROWS=1. Without experts share is 1.
 // Index map: a warp takes output columns o and o + 1 and -DROWS rows (1, 2, 4, 8, 16); lane l takes blocks of 32
 // l, l + 32, ...: neighbours load neighbouring 16 bytes. A row's sum is the same for every ROWS.
-// Grid (ceil(n_out / 8), ceil(n_rows / ROWS)), 128 threads. n_out * k at most 2^31 a matrix.
+// out f32 [n_rows][out_stride].
+// Grid (ceil(n_out / 8), ceil(n_rows / ROWS)), 128 threads.
 // Bytes moved: W once per ROWS rows; x from cache; 4 n_out a row written.
 #include "emit.cuh"
 #include "planes.cuh"
@@ -47,10 +48,10 @@ __device__ __forceinline__ float add_dot(float sum, const Quants& q, const Scale
     return fmaf(product, a.meta.scale, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_rows(const u8* __restrict__ weights, const s8* __restrict__ x, const BlockMeta* __restrict__ meta,
             const float* __restrict__ bias, const int* __restrict__ experts, float* __restrict__ out, int n_out, int k,
-            int n_rows, int n_expert, int share) {
+            int n_rows, int n_expert, int share, int out_stride) {
     const int column = (blockIdx.x * 4 + warp_id()) * COLUMNS, first_row = blockIdx.y * ROWS, n_blocks = k / 32;
     const int expert = experts ? experts[first_row] : 0;
     if (column >= n_out || expert < 0) return;
@@ -80,7 +81,7 @@ matmul_rows(const u8* __restrict__ weights, const s8* __restrict__ x, const Bloc
         for (int c = 0; c < COLUMNS; ++c) {
             const float sum = warp_sum(sums[c][r]);
             if (lane_id() == 0 && first_row + r < n_rows && column + c < n_out)
-                out[(long long)(first_row + r) * n_out + column + c] = sum + (bias ? bias[base + column + c] : 0.0f);
+                out[(long long)(first_row + r) * out_stride + column + c] = sum + (bias ? bias[base + column + c] : 0.0f);
         }
     }
 }

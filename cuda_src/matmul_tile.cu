@@ -1,7 +1,7 @@
 // matmul_tile: out[r][o] = scale[r] * sum_k x[r][k] * W[o][k] + bias[o] for many rows, on tensor cores.
 //
 // W: -DTYPE, planes (planes.cuh); a block of 32 weights at a time becomes f16 in shared memory. x: F16 rows (emit.cuh):
-// halves [rows][k] and a scale a row. out f32 [rows][n_out]. bias f32 or null. k a multiple of 32.
+// halves [rows][k] and a scale a row. out f32 [rows][out_stride]. bias f32 or null. k a multiple of 32.
 // Without experts: tiles and order are null, block y takes rows y * ROWS ...
 // With experts: tiles int4 [gridDim.y] (expert, first, count, -), count 0 is padding; fragment row i of a tile is pair
 // p = order[first + i]: x row p / share, out row p, the expert's matrix and bias.
@@ -71,7 +71,8 @@ __device__ __forceinline__ void multiply(float (*sums)[4][4], const __half (*x)[
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 matmul_tile(const u8* __restrict__ weights, const __half* __restrict__ x, const float* __restrict__ scales,
             const float* __restrict__ bias, const int4* __restrict__ tiles, const int* __restrict__ order,
-            float* __restrict__ out, int n_out, int k, int n_rows, int n_expert, int share) {
+            float* __restrict__ out, int n_out, int k, int n_rows, int n_expert, int share,
+            int out_stride) {
     __shared__ __align__(16) __half rows[2][ROWS][ROW], columns[COLUMNS][ROW];
     const Tile tile = this_tile(tiles, order, n_rows, share);
     if (tile.count <= 0) return;
@@ -106,7 +107,7 @@ matmul_tile(const u8* __restrict__ weights, const __half* __restrict__ x, const 
             const int i = 16 * m + fragment_group() + 8 * half;
             if (i >= tile.count) continue;
             const float scale = scales[tile.x_row(i)];
-            float* to = out + (long long)tile.pair(i) * n_out;
+            float* to = out + (long long)tile.pair(i) * out_stride;
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 const int column = first_column + c / 2 * 8 + 2 * fragment_quad() + c % 2;

@@ -29,10 +29,20 @@ def decode_kind(matrix: Matrix) -> RowKind:
 
 
 def matmul_rows(
-    run: Launcher, matrix: Matrix, x: Rows, bias: DevicePointer, out: DevicePointer, *, n_rows: int
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    out: DevicePointer,
+    *,
+    n_rows: int,
+    out_stride: int = 0,
 ) -> None:
-    """out f32 [n_rows, n_out] = x W^T (+ bias f32 [n_out] unless 0). x: of `decode_kind(matrix)`."""
-    _few_rows(run, matrix, x, bias, 0, out, n_rows, rows_variant(n_rows), 1)
+    """out[r, :n_out] = x W^T (+ bias f32 [n_out] unless 0). x: of `decode_kind(matrix)`.
+
+    out f32 rows, `out_stride` floats apart (0: n_out): Q, K and V of different types go side by side.
+    """
+    _few_rows(run, matrix, x, bias, 0, out, n_rows, rows_variant(n_rows), 1, out_stride or matrix.n_out)
 
 
 def matmul_expert_rows(
@@ -51,7 +61,7 @@ def matmul_expert_rows(
     bias f32 [n_expert, n_out] or 0. share is the number of experts a row uses where x has one row for all of them
     (gate, up), and 1 where x has a row for each pair (down).
     """
-    _few_rows(run, matrix, x, bias, experts, out, n_pairs, 1, share)
+    _few_rows(run, matrix, x, bias, experts, out, n_pairs, 1, share, matrix.n_out)
 
 
 def _few_rows(
@@ -64,6 +74,7 @@ def _few_rows(
     n_rows: int,
     variant: int,
     share: int,
+    out_stride: int,
 ) -> None:
     if x.kind is not decode_kind(matrix):
         raise ValueError(f"expected rows as {decode_kind(matrix).name} for {matrix.type.name}, not {x.kind.name}")
@@ -73,9 +84,9 @@ def _few_rows(
     defines = {"TYPE": int(matrix.type), "ROWS": variant}
     tail = (bias, experts, out, *sizes)
     if matrix.type.is_float:
-        run("matmul_float", grid, 128, matrix.planes, x.out, *tail, i32(share), **defines)
+        run("matmul_float", grid, 128, matrix.planes, x.out, *tail, i32(share), i32(out_stride), **defines)
         return
-    more = (i32(matrix.n_expert), i32(share))
+    more = (i32(matrix.n_expert), i32(share), i32(out_stride))
     run("matmul_rows", grid, 128, matrix.planes, x.out, x.extra, *tail, *more, **defines)
 
 
@@ -85,11 +96,19 @@ def tile_rows(n_rows: int) -> int:
 
 
 def matmul_tile(
-    run: Launcher, matrix: Matrix, x: Rows, bias: DevicePointer, out: DevicePointer, *, n_rows: int
+    run: Launcher,
+    matrix: Matrix,
+    x: Rows,
+    bias: DevicePointer,
+    out: DevicePointer,
+    *,
+    n_rows: int,
+    out_stride: int = 0,
 ) -> None:
-    """out f32 [n_rows, n_out] = x W^T (+ bias f32 [n_out] unless 0). x: RowKind.F16."""
+    """out[r, :n_out] = x W^T (+ bias f32 [n_out] unless 0). x: RowKind.F16. out as in matmul_rows."""
     rows = tile_rows(n_rows)
-    _tiles(run, matrix, x, bias, (0, 0), out, n_rows, rows, -(-n_rows // rows), 1)
+    n_tiles, stride = -(-n_rows // rows), out_stride or matrix.n_out
+    _tiles(run, matrix, x, bias, (0, 0), out, n_rows, rows, n_tiles, 1, stride)
 
 
 def matmul_expert_tile(
@@ -105,7 +124,8 @@ def matmul_expert_tile(
 ) -> None:
     """As matmul_expert_rows, for the rows of prompts: pairs in the plan's tiles. x: RowKind.F16."""
     pointers = (plan.tiles, plan.order)
-    _tiles(run, matrix, x, bias, pointers, out, n_pairs, plan.tile_rows, plan.n_tiles, share)
+    rows, stride = plan.tile_rows, matrix.n_out
+    _tiles(run, matrix, x, bias, pointers, out, n_pairs, rows, plan.n_tiles, share, stride)
 
 
 def _tiles(
@@ -119,11 +139,12 @@ def _tiles(
     rows: int,
     n_tiles: int,
     share: int,
+    out_stride: int,
 ) -> None:
     if x.kind is not RowKind.F16:
         raise ValueError(f"expected rows as F16, not {x.kind.name}")
     require_multiple("k", matrix.k, BLOCK)
     grid = (-(-matrix.n_out // TILE_COLUMNS), n_tiles)
     pointers = (matrix.planes, x.out, x.extra, bias, *tiles, out)
-    sizes = (i32(matrix.n_out), i32(matrix.k), i32(n_rows), i32(matrix.n_expert), i32(share))
+    sizes = (i32(matrix.n_out), i32(matrix.k), i32(n_rows), i32(matrix.n_expert), i32(share), i32(out_stride))
     run("matmul_tile", grid, 128, *pointers, *sizes, TYPE=matrix.type, ROWS=rows)

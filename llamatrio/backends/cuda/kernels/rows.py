@@ -97,6 +97,13 @@ def add_rows(run: Launcher, x: DevicePointer, delta: DevicePointer, *, n: int) -
     run("add_rows", (-(-n // 4 // 256),), 256, x, delta, i32(n))
 
 
+def take_rows(run: Launcher, x: DevicePointer, rows: DevicePointer, out: DevicePointer, *, n: int, k: int) -> None:
+    """out[i] = x[rows[i]] (i32 [n]; negative: zeros). f32 rows of k, a multiple of 4."""
+    require_multiple("k", k, 4)
+    threads = whole_warps(k // 4, 256)
+    run("take_rows", (n, -(-k // 4 // threads)), threads, x, rows, out, i32(k))
+
+
 def glu(
     run: Launcher,
     gate: DevicePointer,
