@@ -236,17 +236,17 @@ async def open_engine(
     """
     config = replace(config or EngineConfig(), **options)
     with ExitStack() as stack:
-        opened: Model
         if isinstance(model, str | Path):
-            opened = stack.enter_context(await run_blocking(open_model, model))
+            opened: Model = await run_blocking(open_model, model)
+            stack.callback(opened.close)
         else:
             opened = model
         if backend is None:
-            backend = await run_blocking(stack.enter_context, open_backend(opened, config))
+            device: Backend = await run_blocking(stack.enter_context, open_backend(opened, config))
         else:
-            stack.callback(backend.close)
+            device = backend
+            stack.callback(device.close)
         copier = stack.enter_context(CopyThread())
-        assert backend is not None
-        engine = Engine(opened, backend, config)
+        engine = Engine(opened, device, config)
         async with engine._running(run_blocking, run_copy or copier.run):
             yield engine

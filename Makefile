@@ -1,0 +1,71 @@
+# Everything runs in a private environment, .venv, made on the first call. `make help` lists the targets.
+
+PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PORT   ?= 8080
+MODEL  ?=
+ARGS   ?=
+# NVRTC (140 MB) only where a driver is found.
+EXTRAS := $(if $(shell ldconfig -p 2>/dev/null | grep -m1 -o libcuda.so.1),[cuda],)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-limits bench-calls kernels-report wheel clean
+
+help:  ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/python: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "llamatrio needs Python 3.11, 3.12 or 3.13; set PYTHON=..., not %d.%d" % v)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/serve: $(VENV)/python
+	@echo "installing llamatrio into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(EXTRAS)'
+	@touch $@
+
+$(VENV)/test: $(VENV)/python
+	@echo "installing llamatrio and its test tools into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cuda,test,dev]'
+	@touch $@ $(VENV)/serve
+
+serve: $(VENV)/serve  ## serve a model: MODEL=file.gguf (default: fetch SmolLM2-135M) PORT=8080 ARGS="-np 8"
+	@exec $(BIN)/llamatrio serve $(if $(MODEL),-m '$(MODEL)') --port $(PORT) $(ARGS)
+
+test: $(VENV)/test  ## the whole test suite, lint and types included
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-models: $(VENV)/test  ## tests on real models, which are fetched
+	$(BIN)/python -m tests.fetch_models
+	$(BIN)/python -m pytest -q -m model $(ARGS)
+
+test-gpu: $(VENV)/test  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+lint: $(VENV)/test  ## format and lint
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+type: $(VENV)/test  ## mypy --strict
+	$(BIN)/mypy
+
+bench: $(VENV)/test  ## tokens per second through the engine and through HTTP
+	$(BIN)/python -m bench.throughput $(ARGS)
+
+bench-stall: $(VENV)/test  ## inter-token gaps while idle slots are saved; LLAMA_SERVER=path adds the peer
+	$(BIN)/python -m bench.stall $(ARGS)
+
+bench-peer: $(VENV)/test  ## llama-server against llamatrio: LLAMA_SERVER=path
+	$(BIN)/python -m bench.peer $(ARGS)
+
+bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
+	$(BIN)/python -m bench.linear $(ARGS)
+
+wheel: $(VENV)/test  ## a wheel and a source package, in dist/
+	$(BIN)/python -m pip install --quiet build && $(BIN)/python -m build
+
+clean:  ## remove what was built here
+	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
