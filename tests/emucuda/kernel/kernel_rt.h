@@ -147,12 +147,12 @@ template <class A, class B> inline uint32_t dp2a(uint32_t a, uint32_t b, uint32_
 
 // ---- floats ---------------------------------------------------------------------------------------------------------
 inline float fma_half(float a, float b, float c) { return round_to_odd((double)a * b + c); }
-template <class T> inline T max_nan(T a, T b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
-template <class T> inline T min_nan(T a, T b) { return a != a ? a : b != b ? b : std::fmin(a, b); }
 // PTX orders -0 below +0.
 template <class T> inline T max_num(T a, T b) { return a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b); }
 template <class T> inline T min_num(T a, T b) { return a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b); }
-template <class T> inline T saturate(T v) { return v != v ? 0 : v < 0 ? 0 : v > 1 ? 1 : v; }
+template <class T> inline T max_nan(T a, T b) { return a != a ? a : b != b ? b : max_num(a, b); }
+template <class T> inline T min_nan(T a, T b) { return a != a ? a : b != b ? b : min_num(a, b); }
+template <class T> inline T saturate(T v) { return !(v > 0) ? 0 : v > 1 ? 1 : v; }
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 enum Rounding { kNearest, kZero, kDown, kUp };
@@ -194,12 +194,41 @@ inline uint32_t tf32_bits(float v) {  // nearest, ties away
   uint32_t u = bits_of(v);
   return v != v ? 0x7fffffffu : (u & 0x7f800000) == 0x7f800000 ? u : (u + 0x1000) & ~0x1fffu;
 }
-// The result of f32 arithmetic, exact (or nearly) in f128, rounded in a direction.
-inline uint32_t f32_directed(__float128 exact, Rounding r) {
-  auto f = (float)exact;
-  if (!(exact - exact == 0) || (__float128)f == exact) return bits_of(f);
-  double beyond = (__float128)f > exact ? std::nextafter((double)f, -INFINITY) : std::nextafter((double)f, INFINITY);
-  return toward<uint32_t>(bits_of(f), f, beyond, r);
+// f32 arithmetic with a directed rounding: an exact sum + error in f64, where the error is below the sum's last place.
+struct Exact { double sum, error; };
+inline Exact exact_sum(double a, double b) {  // two-sum
+  double s = a + b, part = s - a;
+  return {s, (a - (s - part)) + (b - part)};
+}
+inline Exact exact_add(float a, float b) { return exact_sum(a, b); }
+inline Exact exact_sub(float a, float b) { return exact_sum(a, -b); }
+inline Exact exact_mul(float a, float b) { return {(double)a * b, 0}; }
+inline Exact exact_fma(float a, float b, float c) { return exact_sum((double)a * b, c); }
+inline Exact exact_div(float a, float b) {
+  double q = (double)a / b;
+  return {q, std::fma(-q, (double)b, (double)a) / b};
+}
+inline uint32_t f32_directed(Exact x, Rounding r) {
+  auto f = (float)x.sum;
+  if (!(x.sum - x.sum == 0)) return bits_of(f);
+  double value = x.sum;
+  if (f == x.sum && std::fabs(x.error) > 0) value = std::nextafter(x.sum, x.error > 0 ? INFINITY : -INFINITY);
+  return toward<uint32_t>(bits_of(f), f, value, r);
+}
+// A 64-bit integer as f64 rounded to odd, so that one more rounding to fewer bits is right; and rounded in a direction.
+template <class T> inline double odd_double(T x) {
+  double d = (double)x;
+  __int128 rest = (__int128)x - (__int128)d;
+  if (rest == 0) return d;
+  uint64_t bits = bits_of(d);
+  if ((rest < 0) == (x > 0)) --bits;  // back to the one nearer zero
+  return f64(bits | 1);
+}
+template <class T> inline uint64_t f64_from_int(T x, Rounding r) {
+  double d = (double)x;
+  __int128 rest = (__int128)x - (__int128)d;
+  double exact = rest == 0 ? d : std::nextafter(d, rest > 0 ? INFINITY : -INFINITY);
+  return r == kNearest ? bits_of(d) : toward<uint64_t>(bits_of(d), d, exact, r);
 }
 inline double int_rounded(double v, char mode) {
   return mode == 'i' ? std::nearbyint(v) : mode == 'z' ? std::trunc(v) : mode == 'm' ? std::floor(v) : std::ceil(v);

@@ -32,7 +32,7 @@ def _from_float(e: Emitter, i: Instruction, to: Type, source: Type) -> None:
             raise NoRule("a conversion to integer without rounding")
         return e.set(i.operands[0], _widened(e, i, to, f"({to.storage})to_int<{to.value}>({x})"))
     if "relu" in i.parts:
-        x = f"max_num<double>({x}, 0)"
+        x = f"max_nan<double>({x}, 0)"
     if "sat" in i.parts:
         x = f"saturate<double>({x})"
     e.set(i.operands[0], rounded_bits(to, x, ROUNDINGS[part_in(i, ROUNDINGS) or "rn"]))
@@ -42,9 +42,10 @@ def _from_integer(e: Emitter, i: Instruction, to: Type, source: Type) -> None:
     x = e.value(i.operands[1], source)
     if to.is_float:
         rounding = ROUNDINGS[part_in(i, ROUNDINGS) or "rn"]
-        if source.bits == 64 and to.bits == 32 and rounding == "kNearest":
-            return e.set(i.operands[0], f"bits_of((float){x})")  # through double it would round twice
-        return e.set(i.operands[0], rounded_bits(to, f"(double){x}", rounding))
+        if to.bits == 64:
+            return e.set(i.operands[0], f"f64_from_int<{source.value}>({x}, {rounding})")
+        value = f"odd_double<{source.value}>({x})" if source.bits == 64 else f"(double){x}"
+        return e.set(i.operands[0], rounded_bits(to, value, rounding))
     if "sat" in i.parts:
         x = f"saturate_int<{to.value}, {source.value}>({x})"
     e.set(i.operands[0], _widened(e, i, to, f"({to.storage}){x}"))
@@ -65,7 +66,7 @@ def _pair(e: Emitter, i: Instruction, to: Type) -> None:
     halves = []
     for operand in i.operands[1:]:
         x = e.value(operand, Type("f", 32))
-        x = f"max_num<double>({x}, 0)" if "relu" in i.parts else x
+        x = f"max_nan<double>({x}, 0)" if "relu" in i.parts else x
         halves.append(rounded_bits(to.lane, x, rounding))
     e.set(i.operands[0], f"(uint32_t){halves[0]} << 16 | {halves[1]}")
 

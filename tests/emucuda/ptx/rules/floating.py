@@ -42,7 +42,7 @@ def arithmetic(e: Emitter, i: Instruction, ty: Type) -> None:
         if "sat" in i.parts:
             value = f"saturate<{ty.value}>({value})"
         if "relu" in i.parts:
-            value = f"max_num<{ty.value}>({value}, 0)" if "NaN" not in i.parts else f"max_nan<{ty.value}>({value}, 0)"
+            value = f"max_nan<{ty.value}>({value}, 0)"
         return value
 
     lanewise(e, d, ty, sources, result)
@@ -63,14 +63,13 @@ def _arithmetic_value(i: Instruction, ty: Type, values: list[str]) -> str:
 
 
 def directed(e: Emitter, i: Instruction, ty: Type) -> None:
-    """f32 with a directed rounding: sums and products of floats are exact in f128, quotients nearly so."""
+    """f32 only: through an exact sum in f64."""
     if ty != Type("f", 32):
         raise NoRule("directed rounding of anything but f32")
     d, *sources = i.operands
-    x = [f"(__float128){e.value(s, ty)}" for s in sources]
-    exact = f"{x[0]} * {x[1]} + {x[2]}" if i.parts[0] in ("fma", "mad") else f"{x[0]} {_INFIX[i.parts[0]]} {x[1]}"
+    name = "fma" if i.parts[0] == "mad" else i.parts[0]
     mode = _ROUNDED_BY[part_in(i, _DIRECTED) or ""]
-    e.set(d, f"f32_directed({exact}, {mode})")
+    e.set(d, f"f32_directed(exact_{name}({', '.join(e.value(s, ty) for s in sources)}), {mode})")
 
 
 @rule("fma")
