@@ -39,8 +39,8 @@ test: $(VENV)/test  ## the whole test suite, lint and types included
 	$(BIN)/python -m pytest -q $(ARGS)
 
 test-models: $(VENV)/test  ## tests on real models, which are fetched
-	$(BIN)/python -m tests.fetch_models
-	$(BIN)/python -m pytest -q -m model $(ARGS)
+	folder=$$($(BIN)/python -m tests.fetch_models | tail -n 1) && \
+	LLAMATRIO_TEST_MODELS=$$folder $(BIN)/python -m pytest -q -m model $(ARGS)
 
 test-gpu: $(VENV)/test  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
