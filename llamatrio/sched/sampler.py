@@ -165,16 +165,19 @@ def candidates_of_best(
 ) -> Candidates:
     """The chain up to top_k, over a row's likeliest tokens, best first."""
     limit = 1 if params.temperature <= 0 else params.top_k if params.top_k > 0 else len(ids)
-    if not (counts or banned or params.logit_bias):
-        return Candidates(list(ids[:limit]), list(logits[:limit]))
+    if not (counts or params.logit_bias):
+        if not banned:
+            return Candidates(list(ids[:limit]), list(logits[:limit]))
+        kept = [at for at, token in enumerate(ids) if token not in banned][:limit]
+        return Candidates([ids[at] for at in kept], [logits[at] for at in kept])
     bias = dict(params.logit_bias)
     changed = [
-        (_penalize(logit + bias.get(token, 0.0), counts.get(token, 0), params), token)
+        (-_penalize(logit + bias.get(token, 0.0), counts.get(token, 0), params), token)
         for token, logit in zip(ids, logits, strict=True)
         if token not in banned
     ]
-    changed.sort(key=lambda pair: (-pair[0], pair[1]))
-    return Candidates([token for _, token in changed[:limit]], [logit for logit, _ in changed[:limit]])
+    changed.sort()
+    return Candidates([token for _, token in changed[:limit]], [-negated for negated, _ in changed[:limit]])
 
 
 def choose(candidates: Candidates, params: SamplingParams, position: int, seed: int) -> tuple[int, list[float]]:
