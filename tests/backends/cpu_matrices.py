@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamatrio.backends.cpu.activations import bf16_bytes, bf16_rows_kernel, q8_bytes, quantize_rows_kernel
+from llamatrio.backends.cpu.activations import PanelForm, bf16_bytes, panel_rows_kernel, q8_bytes, quantize_rows_kernel
 from llamatrio.backends.cpu.compile import python_function
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.pack import pack, packed_bytes
@@ -87,11 +87,11 @@ def from_q8(records: np.ndarray) -> np.ndarray:
     return (codes * scales).reshape(len(records), -1)
 
 
-def to_bf16_tiles(x: np.ndarray, level: Level) -> np.ndarray:
-    """The bf16 form of x: uint8."""
+def to_tiles(x: np.ndarray, form: PanelForm, level: Level) -> np.ndarray:
+    """x in a form of the panel kernels: uint8."""
     m, k = x.shape
     out = aligned(bf16_bytes(m, k))
-    python_function(bf16_rows_kernel(level), 4)(x.ctypes.data, out.ctypes.data, m, k)
+    python_function(panel_rows_kernel(form, level), 4)(x.ctypes.data, out.ctypes.data, m, k)
     return out
 
 

@@ -18,8 +18,8 @@ from tests.backends.cpu_matrices import (
     from_q8,
     random_activations,
     round_to_bf16,
-    to_bf16_tiles,
     to_q8,
+    to_tiles,
 )
 
 LEVELS = host_levels()
@@ -167,15 +167,15 @@ class Panel:
     """The panel kernel of a type on one matrix."""
 
     def __init__(self, type: GGMLType, matrix: Matrix, level: Level) -> None:
-        address = linear_kernels(type, level).panel
-        assert address is not None
-        self.matrix, self.level = matrix, level
-        self.run = python_function(address, 9)
+        kernels = linear_kernels(type, level)
+        assert kernels.panel is not None
+        self.matrix, self.level, self.form = matrix, level, kernels.panel_form
+        self.run = python_function(kernels.panel, 9)
         self.scratch = aligned(scratch_bytes(matrix.k))
 
     def __call__(self, x: np.ndarray, g0: int = 0, g1: int | None = None) -> np.ndarray:
         matrix, m = self.matrix, len(x)
-        tiles = to_bf16_tiles(x, self.level)
+        tiles = to_tiles(x, self.form, self.level)
         out = np.full((m, 16 * matrix.n_groups), np.nan, np.float32)
         self.run(
             matrix.packed.ctypes.data,
@@ -191,9 +191,11 @@ class Panel:
         return out
 
 
-def seen_by_panel(type: GGMLType, weights: np.ndarray) -> np.ndarray:
-    """float64: the weights as the panel multiplies them, rounded to bf16 but for f16."""
-    return (weights if type == GGMLType.F16 else round_to_bf16(weights)).astype(np.float64)
+def seen_by_panel(type: GGMLType, weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 weights and activations as the panel multiplies them: rounded to bf16, or for F16 weights to f16."""
+    if type == GGMLType.F16:
+        return weights.astype(np.float64), x.astype(np.float16).astype(np.float64)
+    return round_to_bf16(weights).astype(np.float64), round_to_bf16(x).astype(np.float64)
 
 
 PANEL_TYPES = [type for type in TYPES if type != GGMLType.F32]
@@ -207,7 +209,7 @@ def test_panel_is_the_product_of_bf16(type: GGMLType) -> None:
     matrix = Matrix(type, 75, 512)
     panel = Panel(type, matrix, AMX[0])
     x = random_activations(49, matrix.k)
-    weights, rounded_x = seen_by_panel(type, matrix.weights), round_to_bf16(x).astype(np.float64)
+    weights, rounded_x = seen_by_panel(type, matrix.weights, x)
     exact = rounded_x @ weights.T
     # A weight on the border between two bf16 may go either way, as ours is rounded once more or less than NumPy's.
     tolerance = 4e-5 * size_of_terms(weights, rounded_x)
@@ -229,13 +231,15 @@ def test_panel_is_the_product_of_bf16(type: GGMLType) -> None:
 def test_panel_sums_over_chunks_of_k(type: GGMLType, k: int) -> None:
     matrix = Matrix(type, 80, k)
     x = random_activations(35, matrix.k)
-    weights, rounded_x = seen_by_panel(type, matrix.weights), round_to_bf16(x).astype(np.float64)
+    weights, rounded_x = seen_by_panel(type, matrix.weights, x)
     out = Panel(type, matrix, AMX[0])(x)
     assert np.all(np.abs(out - rounded_x @ weights.T) <= 4e-5 * size_of_terms(weights, rounded_x))
 
 
 @needs_amx
-@pytest.mark.parametrize("type", [GGMLType.Q4_1, GGMLType.Q6_K, GGMLType.BF16], ids=lambda type: type.name)
+@pytest.mark.parametrize(
+    "type", [GGMLType.Q4_1, GGMLType.Q6_K, GGMLType.BF16, GGMLType.F16], ids=lambda type: type.name
+)
 def test_a_panel_row_is_the_same_bits_in_any_company(type: GGMLType) -> None:
     matrix = Matrix(type, 48, 256)
     panel = Panel(type, matrix, AMX[0])
@@ -280,9 +284,11 @@ def test_q8_records_are_as_documented(level: Level) -> None:
 
 
 @each_level
-def test_bf16_tiles_are_as_documented(level: Level) -> None:
+def test_tiles_are_as_documented(level: Level) -> None:
     x = random_activations(19, 96)
-    tiles = to_bf16_tiles(x, level).view(np.uint16).reshape(2, 3, 16, 32)
+    bf16 = to_tiles(x, "bf16", level).view(np.uint16).reshape(2, 3, 16, 32)
+    f16 = to_tiles(x, "f16", level).view(np.float16).reshape(2, 3, 16, 32)
     for row in (0, 15, 16, 18):
-        values = tiles[row // 16, :, row % 16].reshape(-1)
+        values = bf16[row // 16, :, row % 16].reshape(-1)
         np.testing.assert_array_equal(values.astype(np.uint32) << 16, round_to_bf16(x[row]).view(np.uint32))
+        np.testing.assert_array_equal(f16[row // 16, :, row % 16].reshape(-1), x[row].astype(np.float16))

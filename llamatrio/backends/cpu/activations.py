@@ -1,6 +1,6 @@
 """How activations are laid out for the matrix products, and the emitters that write them.
 
-All three forms take blocks of 32 consecutive values of a row; k, the row's length, is a multiple of 32.
+All forms take blocks of 32 consecutive values of a row; k, the row's length, is a multiple of 32.
 
     q8    [m][k / 32] records of 64 bytes; row stride 2 k bytes. Read by the rows kernels of quantized types.
           bytes  0..31  int8: round(x / scale), ties to even, scale = max |x| / 127 (0 when all are 0)
@@ -14,19 +14,26 @@ All three forms take blocks of 32 consecutive values of a row; k, the row's leng
           an AMX tile is loaded. Read by the panel kernels. The buffer must hold a multiple of 32 rows; what
           the rows past m contain does not matter.
 
-In q8 and bf16 alike a block is 64 bytes. A q8 record is one cache line where the row starts on one.
+    f16   as bf16, with halves instead. Read by the panel kernel of F16.
+
+In q8, bf16 and f16 alike a block is 64 bytes. A q8 record is one cache line where the row starts on one.
 """
 
 from __future__ import annotations
 
-from llamatrio.backends.cpu.compile import compile_kernel
+from collections.abc import Callable
+from typing import Literal
+
+from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.vector import Asm, Offset, Value, i8, vec, vf32
+
+PanelForm = Literal["bf16", "f16"]
 
 BLOCK = 32
 """Values in a block."""
 BLOCK_BYTES = 64
-"""Bytes of a block in the forms q8 and bf16."""
+"""Bytes of a block in the forms q8, bf16 and f16."""
 SCALE, SUM, SUM_LOW, SUM_HIGH = 32, 36, 40, 44
 """Where a q8 record keeps its four f32."""
 
@@ -75,6 +82,12 @@ def emit_store_bf16(asm: Asm, low: Value, high: Value, base: Value, offset: Offs
     asm.store(asm.f32_to_bf16(high), base, asm.add(offset, 32))
 
 
+def emit_store_f16(asm: Asm, low: Value, high: Value, base: Value, offset: Offset) -> None:
+    """Writes one block (values 0..15 and 16..31 as 16 x f32) as 32 halves at base + offset."""
+    asm.store_f16(low, base, offset)
+    asm.store_f16(high, base, asm.add(offset, 32))
+
+
 def quantize_rows_kernel(level: Level | None = None) -> int:
     """Kernel (x, out, m, k): f32 rows [m][k] at x into the form q8 at out."""
 
@@ -94,7 +107,20 @@ def quantize_rows_kernel(level: Level | None = None) -> int:
 
 def bf16_rows_kernel(level: Level | None = None) -> int:
     """Kernel (x, out, m, k): f32 rows [m][k] at x into the form bf16 at out."""
+    return compile_kernel("bf16_rows", _emit_tiled_rows(emit_store_bf16), level)
 
+
+def f16_rows_kernel(level: Level | None = None) -> int:
+    """Kernel (x, out, m, k): f32 rows [m][k] at x into the form f16 at out."""
+    return compile_kernel("f16_rows", _emit_tiled_rows(emit_store_f16), level)
+
+
+def panel_rows_kernel(form: PanelForm, level: Level | None = None) -> int:
+    """Kernel (x, out, m, k): f32 rows [m][k] at x into the form that panel kernels of this form read."""
+    return bf16_rows_kernel(level) if form == "bf16" else f16_rows_kernel(level)
+
+
+def _emit_tiled_rows(store_block: Callable[[Asm, Value, Value, Value, Offset], None]) -> Emit:
     def emit(asm: Asm, x: Value, out: Value, m: Value, k: Value) -> None:
         source, target = asm.pointer(x), asm.pointer(out)
         n_blocks = asm.div(k, BLOCK)
@@ -103,7 +129,7 @@ def bf16_rows_kernel(level: Level | None = None) -> int:
             def block(i: Value, _: list[Value]) -> list[Value]:
                 at = asm.mul(asm.add(asm.mul(r, n_blocks), i), 4 * BLOCK)
                 low, high = asm.load(source, at, vf32), asm.load(source, asm.add(at, 64), vf32)
-                emit_store_bf16(asm, low, high, target, bf16_offset(asm, r, i, k))
+                store_block(asm, low, high, target, bf16_offset(asm, r, i, k))
                 return []
 
             asm.loop(0, n_blocks, [], block)
@@ -111,4 +137,4 @@ def bf16_rows_kernel(level: Level | None = None) -> int:
 
         asm.loop(0, m, [], row)
 
-    return compile_kernel("bf16_rows", emit, level)
+    return emit

@@ -6,7 +6,7 @@ the groups [g0, g1). All arguments are i64, addresses and distances in bytes.
     rows(w, x, out, m, k, ld_out, g0, g1)
         x in the form `rows_form` (activations.py). For decoding, and for prompts where there is no panel kernel.
     panel(w, x, out, scratch, m, k, ld_out, g0, g1)
-        x in the form bf16. For prompts. `scratch`: panel.scratch_bytes(k) bytes, 64-byte aligned, one for each thread.
+        x in the form `panel_form`. For prompts. `scratch`: panel.scratch_bytes(k) bytes a thread, 64-byte aligned.
         Two groups are taken at a time: give threads even borders where possible.
     embed(w, row, out, k)
         Row `row` of W as f32 [k]: the token embedding is stored as any other matrix.
@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llamatrio.backends.cpu.activations import PanelForm
 from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
@@ -50,6 +51,7 @@ class LinearKernels:
     rows_form: Literal["q8", "f32"]
     panel: int | None
     """None where rows is the better (or the only) way for prompts too."""
+    panel_form: PanelForm = "bf16"
 
 
 def linear_kernels(type: GGMLType, level: Level | None = None) -> LinearKernels:
@@ -63,6 +65,7 @@ def linear_kernels(type: GGMLType, level: Level | None = None) -> LinearKernels:
         rows=compile_kernel(f"rows_{name}", rows, level),
         rows_form="q8" if quantized else "f32",
         panel=compile_kernel(f"panel_{name}", panel_kernel(made), level) if has_panel else None,
+        panel_form="f16" if type == GGMLType.F16 else "bf16",
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llamatrio.backends.cpu import attention as att
 from llamatrio.backends.cpu import ops
 from llamatrio.backends.cpu import tables as t
-from llamatrio.backends.cpu.activations import bf16_rows_kernel, quantize_rows_kernel
+from llamatrio.backends.cpu.activations import panel_rows_kernel, quantize_rows_kernel
 from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.attention import CHUNK, AttentionShape
 from llamatrio.backends.cpu.cells import CellPool
@@ -214,7 +214,7 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
     return {
         t.F_EMBED: embed_kernel(loaded.embedding_type, level),
         t.F_QUANTIZE: quantize_rows_kernel(level),
-        t.F_BF16: bf16_rows_kernel(level),
+        t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
         t.F_SCALE: compiled(ops.scale),
         t.F_ADD: compiled(ops.add),
         t.F_COPY: compiled(ops.copy),

@@ -6,6 +6,7 @@ two threads keep the disk and a core busy each), so the file's bytes exist once 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatrio.backends.cpu import tables as t
+from llamatrio.backends.cpu.activations import PanelForm
 from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.linear import LinearKernels, linear_kernels
@@ -60,8 +62,13 @@ class LoadedWeights:
     embedding: int
     embedding_type: GGMLType
     output_norm: int
-    has_panels: bool
-    """Every matrix has a panel kernel."""
+    panel_form: PanelForm | None
+    """The form of activations that every matrix's panel kernel reads; None where one has none, or they differ."""
+
+    @property
+    def has_panels(self) -> bool:
+        """Whether prompts can take the panel path."""
+        return self.panel_form is not None
 
 
 def weights_bytes(file: GGUFFile) -> int:
@@ -115,6 +122,7 @@ def load_weights(file: GGUFFile, spec: ModelSpec, arena: Arena, level: Level) ->
                     layers[layer, field] = loader.vector(prefix + name)
             for index, name in _MATRICES.items():
                 loader.matrix(prefix + name, matrices[layer * t.N_LAYER_MATRICES + index])
+        panel_form = _common_panel_form(loader.kernels.values())
         output_norm = loader.vector(OUTPUT_NORM_NAME)
         head = EMBEDDING_NAME if spec.tied_head else HEAD_NAME
         loader.matrix(head, matrices[-1])
@@ -122,8 +130,13 @@ def load_weights(file: GGUFFile, spec: ModelSpec, arena: Arena, level: Level) ->
         if not spec.tied_head:
             embedding = loader.place(EMBEDDING_NAME)
         loader.finish()
-    has_panels = bool(matrices[:-1, t.M_PANEL_KERNEL].all())
-    return LoadedWeights(layers, matrices, embedding, file.tensors[EMBEDDING_NAME].type, output_norm, has_panels)
+    embedding_type = file.tensors[EMBEDDING_NAME].type
+    return LoadedWeights(layers, matrices, embedding, embedding_type, output_norm, panel_form)
+
+
+def _common_panel_form(kernels: Iterable[LinearKernels]) -> PanelForm | None:
+    forms = {used.panel_form if used.panel else None for used in kernels}
+    return forms.pop() if len(forms) == 1 else None
 
 
 class _Loader:
