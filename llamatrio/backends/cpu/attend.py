@@ -28,11 +28,11 @@ def rotate_and_store(step, layers, layer, member, n_members):
     first, last = share((step[t.N_ROWS] + step[t.N_PANEL]) * n_heads, member, n_members)
     for unit in range(first, last):
         row, head = unit // n_heads, unit % n_heads
-        x = step[t.QKV] + 4 * unit * head_dim
+        x = step[t.QKV] + row * step[t.LD_QKV] + 4 * head * head_dim
         if head < n_head:
             _bias_norm_rope(step, layers, layer, row, x, t.Q_BIAS, head, layers[layer, t.Q_NORM])
             call_kernel(step[t.F_SCALE], x, head_dim, step[t.ATTN_SCALE])
-            if step[t.K_IS_Q8]:
+            if step[t.K_IS_Q8] and (row < step[t.N_ROWS] or not step[t.N_SPANS]):
                 out = step[t.QUERIES] + (row * n_head + head) * step[t.QUERY_BYTES]
                 call_kernel(step[t.F_QUANTIZE_QUERY], x, out, 1)
         elif head < n_head + n_kv:
@@ -99,8 +99,7 @@ def _attend_chunk(
     if step[t.K_IS_Q8]:
         query = step[t.QUERIES] + (row * step[t.N_HEAD] + head) * step[t.QUERY_BYTES]
     else:
-        n_heads = step[t.N_HEAD] + 2 * step[t.N_HEAD_KV]
-        query = step[t.QKV] + 4 * (row * n_heads + head) * step[t.HEAD_DIM]
+        query = step[t.QKV] + row * step[t.LD_QKV] + 4 * head * step[t.HEAD_DIM]
     cells = load_i64(step[t.CELL_LISTS], row) + 4 * start
     next_cells = load_i64(step[t.CELL_LISTS], next_row) + 4 * next_start
     scratch = step[t.ATTN_SCRATCH] + member * step[t.PRIVATE_BYTES]
@@ -169,29 +168,75 @@ def finish_chunks(step, layers, layer, member, row, out):
 
 
 @njit
-def attend_whole_rows(step, layers, layer, batches, member, first_row, n_rows):
-    """Rows [first_row, first_row + n_rows) into ATTN_OUT: whoever is free takes the next batch of heads of a row."""
-    n_kv, n_batches, head_dim = step[t.N_HEAD_KV], len(batches), step[t.HEAD_DIM]
-    group, per_row = step[t.N_HEAD] // n_kv, n_kv * n_batches
-    state = step[t.STATE_SCRATCH] + member * step[t.PRIVATE_BYTES]
-    part = state + group * step[t.STATE_BYTES]
+def attend_by_tickets(step, layers, layer, batches, member, first_row, n_rows):
+    """Spans of the panel path, and whole rows [first_row, first_row + n_rows), into ATTN_OUT.
+
+    Whoever is free takes the next. The last ones see most: they go first, so that nobody is left with a long one.
+    """
+    n_kv = step[t.N_HEAD_KV]
+    n_spans, per_row = step[t.N_SPANS] * n_kv, n_kv * len(batches)
     while True:
-        unit = next_ticket(step[t.TEAM])
-        if unit >= n_rows * per_row:
+        ticket = next_ticket(step[t.TEAM])
+        if ticket < n_spans:
+            unit = n_spans - 1 - ticket
+            _attend_span(step, layers, layer, member, unit // n_kv, unit % n_kv)
+        elif ticket - n_spans < n_rows * per_row:
+            unit = n_rows * per_row - 1 - (ticket - n_spans)
+            row, kv_head = first_row + unit // per_row, unit % per_row // len(batches)
+            _attend_whole_row(step, layers, layer, batches, member, row, kv_head, unit % len(batches))
+        else:
             return
-        # The last rows see most: take them first, so that nobody is left with a long one at the end.
-        row = first_row + n_rows - 1 - unit // per_row
-        kv_head, batch = unit % per_row // n_batches, unit % n_batches
-        position = _position(step, row)
-        first_chunk = _first_position(layers, layer, position) // CHUNK
-        for chunk in range(first_chunk, position // CHUNK + 1):
-            into = state if chunk == first_chunk else part
-            next_chunk = min(chunk + 1, position // CHUNK)
-            _attend_chunk(
-                step, layers, layer, batches, member, row, chunk, kv_head, batch, into, row, next_chunk, kv_head
-            )
-            if chunk > first_chunk:
-                call_kernel(step[t.F_MERGE], state, part, batches[batch, t.B_HEADS])
-        head = kv_head * group + batches[batch, t.B_FIRST_HEAD]
-        out = step[t.ATTN_OUT] + 4 * (row * step[t.N_HEAD] + head) * head_dim
-        call_kernel(step[t.F_FINISH], state, out, batches[batch, t.B_HEADS])
+
+
+@njit
+def _attend_whole_row(step, layers, layer, batches, member, row, kv_head, batch):
+    """All chunks of one batch of heads of one row."""
+    n_head, n_heads = step[t.N_HEAD], batches[batch, t.B_HEADS]
+    state = step[t.STATE_SCRATCH] + member * step[t.PRIVATE_BYTES]
+    part = state + n_heads * step[t.STATE_BYTES]
+    first_chunk, last_chunk = _first_chunk(step, layers, layer, row), _position(step, row) // CHUNK
+    for chunk in range(first_chunk, last_chunk + 1):
+        into = state if chunk == first_chunk else part
+        following = min(chunk + 1, last_chunk)
+        _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, into, row, following, kv_head)
+        if chunk > first_chunk:
+            call_kernel(step[t.F_MERGE], state, part, n_heads)
+    head = kv_head * (n_head // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
+    out = step[t.ATTN_OUT] + 4 * (row * n_head + head) * step[t.HEAD_DIM]
+    call_kernel(step[t.F_FINISH], state, out, n_heads)
+
+
+@njit
+def _attend_span(step, layers, layer, member, span, kv_head):
+    """Consecutive rows of one sequence, for the query heads of one kv head, on tiles."""
+    row, n_rows = load_i64(step[t.SPANS], 2 * span), load_i64(step[t.SPANS], 2 * span + 1)
+    n_head, head_dim = step[t.N_HEAD], step[t.HEAD_DIM]
+    group, n_tiles, private = n_head // step[t.N_HEAD_KV], (n_rows + 15) // 16, member * step[t.PRIVATE_BYTES]
+    queries, packed = step[t.FLASH_QUERIES] + private, step[t.FLASH_PACKED] + private
+    states, scores = step[t.FLASH_STATES] + private, step[t.FLASH_SCORES] + private
+    query = step[t.QKV] + row * step[t.LD_QKV] + 4 * kv_head * group * head_dim
+    call_kernel(step[t.F_FLASH_BEGIN], query, step[t.LD_QKV], n_rows, group, n_tiles, queries, states)
+    position, k_pool, v_pool = _position(step, row), layers[layer, t.K_POOL], layers[layer, t.V_POOL]
+    end = position + n_rows
+    for start in range(_first_position(layers, layer, position) // CHUNK * CHUNK, end, CHUNK):
+        n = min(CHUNK, end - start)
+        following = min(CHUNK, end - start - n)
+        cells = load_i64(step[t.CELL_LISTS], row) + 4 * start
+        call_kernel(
+            step[t.F_FLASH_PACK],
+            k_pool,
+            v_pool,
+            cells,
+            n,
+            step[t.K_STRIDE],
+            step[t.V_STRIDE],
+            kv_head,
+            packed,
+            following,
+        )
+        call_kernel(
+            step[t.F_FLASH_CHUNK], queries, packed, states, scores, group, n_tiles, position, start, n,
+            layers[layer, t.WINDOW], step[t.ATTN_CAP],
+        )  # fmt: skip
+    out = step[t.ATTN_OUT] + 4 * (row * n_head + kv_head * group) * head_dim
+    call_kernel(step[t.F_FLASH_FINISH], states, out, 4 * n_head * head_dim, n_rows, group, n_tiles)

@@ -149,10 +149,10 @@ def attend(shape: AttentionShape) -> Callable[..., None]:
         q, k, v, state, scratch, cells, next_cells = (
             a.pointer(x) for x in (q, k, v, state, scratch, cells, next_cells)
         )
-        k_rows = _Rows(a, shape, shape.type_k, k, k_stride, cells, head)
-        v_rows = _Rows(a, shape, shape.type_v, v, v_stride, cells, head)
-        next_k = _Rows(a, shape, shape.type_k, k, k_stride, next_cells, next_head)
-        next_v = _Rows(a, shape, shape.type_v, v, v_stride, next_cells, next_head)
+        k_rows = Rows(a, shape, shape.type_k, k, k_stride, cells, head)
+        v_rows = Rows(a, shape, shape.type_v, v, v_stride, cells, head)
+        next_k = Rows(a, shape, shape.type_k, k, k_stride, next_cells, next_head)
+        next_v = Rows(a, shape, shape.type_v, v, v_stride, next_cells, next_head)
 
         def prefetch(i: Value) -> None:
             for j in range(LANES):
@@ -182,13 +182,14 @@ def scratch_bytes(shape: AttentionShape) -> int:
     return shape.n_heads * (1 + n_scaled) * CHUNK * F32
 
 
-class _Rows:
+class Rows:
     """The rows of one kv head in a pool, by place in the list of cells."""
 
     def __init__(
         self, a: Asm, shape: AttentionShape, kind: KVType, pool: Value, stride: Value, cells: Value, head: Value
     ) -> None:
         self.a, self.kind, self.cells, self.stride = a, kind, cells, stride
+        self.n_vectors = shape.head_dim // LANES
         self.head_bytes = shape.head_dim * (2 if kind == "f16" else 1)
         self.base = a.at(pool, a.mul(head, self.head_bytes))
         n_scale_bytes = shape.head_dim // BLOCK * _SCALE_BYTES
@@ -205,6 +206,23 @@ class _Rows:
         for line in range(0, self.head_bytes, 64):
             self.a.prefetch(row, line, into)
 
+    def values(self, place: Value, *, bias: int) -> list[Value]:
+        """All elements of the row at `place`, as vectors of 16 x f32; bias is what the stored integers have added."""
+        return [self.value(place, d, bias=bias) for d in range(self.n_vectors)]
+
+    def value(self, place: Value, d: int, *, bias: int) -> Value:
+        """Elements 16 d .. 16 d + 15 of the row at `place`."""
+        a = self.a
+        row = self.row(place)
+        if self.kind == "f16":
+            return a.load_f16(row, 2 * LANES * d)
+        stored = a.load(row, LANES * d, vec(i8))
+        codes = a.builder.sub(a.builder.zext(stored, vi32), a.splat_int(bias)) if bias else a.builder.sext(stored, vi32)
+        cell = a.builder.zext(a.load(self.cells, a.mul(place, 4), i32), i64)
+        at = a.add(a.mul(cell, self.stride), self.scales, _SCALE_BYTES * (d // 2))
+        scale = a.f16_to_f32(a.splat(a.load(self.pool, at, i16)))
+        return a.fmul(a.to_f32(codes), scale)
+
     def scales_of(self, places: Value, block: int) -> Value:
         """The scales of one block of 16 rows as 16 x f32; `places` is 16 x i64."""
         a = self.a
@@ -220,7 +238,7 @@ def _scores(
     a: Asm,
     shape: AttentionShape,
     q: Value,
-    k: _Rows,
+    k: Rows,
     n: Value,
     scratch: Value,
     cap: Value | None,
@@ -250,7 +268,7 @@ def _scores(
     return [a.splat(a.reduce_max(largest)) for largest in running]
 
 
-def _scores_f16(a: Asm, shape: AttentionShape, q: Value, k: _Rows, places: Sequence[Value]) -> list[Value]:
+def _scores_f16(a: Asm, shape: AttentionShape, q: Value, k: Rows, places: Sequence[Value]) -> list[Value]:
     n_heads, n_vectors = shape.n_heads, shape.head_dim // LANES
 
     def partial_sums(cell: int) -> list[Value]:
@@ -266,7 +284,7 @@ def _scores_f16(a: Asm, shape: AttentionShape, q: Value, k: _Rows, places: Seque
     return _reduce_tree(a, partial_sums, a.fadd, first_level=1)
 
 
-def _scores_q8(a: Asm, shape: AttentionShape, q: Value, k: _Rows, places: Sequence[Value]) -> list[Value]:
+def _scores_q8(a: Asm, shape: AttentionShape, q: Value, k: Rows, places: Sequence[Value]) -> list[Value]:
     n_heads, n_blocks = shape.n_heads, shape.head_dim // BLOCK
     record = query_bytes("q8_0", shape.head_dim)
     all_places: Value = ir.Constant(vec(i64), ir.Undefined)
@@ -342,9 +360,7 @@ def _reduce_tree(
     return node(4, 0)
 
 
-def _weights(
-    a: Asm, shape: AttentionShape, v: _Rows, n: Value, scratch: Value, largest: Sequence[Value]
-) -> list[Value]:
+def _weights(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value, largest: Sequence[Value]) -> list[Value]:
     """Turns the scores into weights exp(score - largest), times V's scales where it has any; per head their sums."""
     n_scaled = shape.head_dim // BLOCK if shape.type_v == "q8_0" else 0
     last = a.add(n, -1)
@@ -369,7 +385,7 @@ def _weights(
     return a.loop(0, n, [a.zero(vf32)] * shape.n_heads, block, step=LANES)
 
 
-def _outputs(a: Asm, shape: AttentionShape, v: _Rows, n: Value, scratch: Value) -> list[Value]:
+def _outputs(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value) -> list[Value]:
     """Sum over the cells of weight times V: per head head_dim / 16 vectors."""
     n_heads, n_vectors = shape.n_heads, shape.head_dim // LANES
     n_scaled = shape.head_dim // BLOCK if shape.type_v == "q8_0" else 0

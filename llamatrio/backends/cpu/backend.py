@@ -25,7 +25,6 @@ from llamatrio.backends.cpu.cells import CellPool, kv_layout
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
 from llamatrio.backends.cpu.memory import MemoryPlan, available_bytes, check_memory
-from llamatrio.backends.cpu.plan import plan_rows
 from llamatrio.backends.cpu.scratch import MOST_CANDIDATES, ScratchPlan, plan_scratch
 from llamatrio.backends.cpu.step import compiled_step
 from llamatrio.backends.cpu.team import Team
@@ -102,7 +101,7 @@ class CpuBackend:
     def _run_step(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
         machine = self._machine
-        results = machine.load_batch(batch, plan_rows(batch, has_panels=machine.has_panels))
+        results = machine.load_batch(batch, machine.plan(batch))
         compiled_step()(machine.step, machine.layers, machine.matrices, machine.batches, self._team.address, 0)
         return results.step_output(time.perf_counter() - started)
 

@@ -40,7 +40,7 @@ def _head_inputs(step, layers, matrices, member, n_members):
         if not _is_owner(step, row, place, member, n_members):
             continue
         x = x_row(step, member, n_members, row)
-        residual = step[t.LAYER_OUT] + 4 * row * n_embd
+        residual = step[t.LAYER_OUT] + row * step[t.LD_LAYER_OUT]
         if post_norm:
             call_kernel(step[t.F_NORM_ADD], x, residual, post_norm, n_embd, step[t.EPS])
         else:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatrio.backends.cpu import attention as att
-from llamatrio.backends.cpu import ops
+from llamatrio.backends.cpu import flash, ops
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import panel_rows_kernel, quantize_rows_kernel
 from llamatrio.backends.cpu.arena import Arena, padded
@@ -16,10 +16,10 @@ from llamatrio.backends.cpu.attention import CHUNK, AttentionShape
 from llamatrio.backends.cpu.cells import CellPool
 from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.levels import Level
-from llamatrio.backends.cpu.linear import embed_kernel
-from llamatrio.backends.cpu.plan import Plan
+from llamatrio.backends.cpu.linear import embed_kernel, row_stride
+from llamatrio.backends.cpu.plan import Plan, plan_rows
 from llamatrio.backends.cpu.rope_table import RopeTable
-from llamatrio.backends.cpu.scratch import HEAD_ROWS, ScratchPlan, n_padded_logits
+from llamatrio.backends.cpu.scratch import HEAD_ROWS, ScratchPlan, n_padded_logits, n_qkv
 from llamatrio.backends.cpu.team import Team
 from llamatrio.backends.cpu.weights import Int64Array, LoadedWeights, load_weights
 from llamatrio.errors import UnsupportedModelError
@@ -92,6 +92,11 @@ class Machine:
         self._ropes = ropes
         self._buffers = buffers
 
+    def plan(self, batch: Batch) -> Plan:
+        """How the step will see the rows of `batch`."""
+        group = self.spec.n_head // self.spec.n_head_kv
+        return plan_rows(batch, has_panels=self.has_panels, most_span_rows=flash.most_span_rows(group))
+
     def load_batch(self, batch: Batch, plan: Plan) -> StepResults:
         """Writes one step's work into the tables; the results are there once the step has run."""
         order, n = plan.order, batch.n_rows
@@ -104,6 +109,10 @@ class Machine:
         lists = self._buffers[t.CELL_LISTS].view(np.int64)[:n]
         lists[:] = batch.cell_table.ctypes.data + batch.lanes[order].astype(np.int64) * batch.cell_table.strides[0]
         self.step[t.N_ROWS], self.step[t.N_PANEL] = plan.n_rows, plan.n_panel
+        spans = plan.spans if self.step[t.F_FLASH_CHUNK] else ()
+        self.step[t.N_SPANS] = len(spans)
+        for i, span in enumerate(spans):
+            self._buffers[t.SPANS].view(np.int64)[2 * i : 2 * i + 2] = span.row, span.n_rows
         n_chunks = int((positions[: plan.n_rows] // CHUNK + 1).sum())
         self.step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
         return self._load_outputs(batch, order)
@@ -201,6 +210,8 @@ def _dimensions(spec: ModelSpec, shape: AttentionShape, pool: CellPool) -> dict[
         t.K_IS_Q8: shape.type_k == "q8_0",
         t.V_IS_Q8: shape.type_v == "q8_0",
         t.QUERY_BYTES: att.query_bytes(shape.type_k, spec.head_dim),
+        t.LD_QKV: row_stride(n_qkv(spec)),
+        t.LD_LAYER_OUT: row_stride(spec.n_embd),
         t.STATE_BYTES: att.state_bytes(spec.head_dim),
     }
 
@@ -211,7 +222,7 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
     def compiled(emit: Emit, name: str = "") -> int:
         return compile_kernel(name or emit.__name__, emit, level)
 
-    return {
+    return _flash_kernels(spec, shape, level) | {
         t.F_EMBED: embed_kernel(loaded.embedding_type, level),
         t.F_QUANTIZE: quantize_rows_kernel(level),
         t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
@@ -229,6 +240,18 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
         t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
         t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
         t.F_SCAN: compiled(ops.scan_logits),
+    }
+
+
+def _flash_kernels(spec: ModelSpec, shape: AttentionShape, level: Level) -> dict[int, int]:
+    if not flash.has_flash(shape, has_amx=level.has_amx):
+        return {}
+    d = spec.head_dim
+    return {
+        t.F_FLASH_BEGIN: compile_kernel(f"flash_begin_{shape.name}", flash.flash_begin(shape), level),
+        t.F_FLASH_PACK: compile_kernel(f"flash_pack_{shape.name}", flash.flash_pack(shape), level),
+        t.F_FLASH_CHUNK: compile_kernel(f"flash_chunk_{shape.name}", flash.flash_chunk(shape), level),
+        t.F_FLASH_FINISH: compile_kernel(f"flash_finish_{d}", flash.flash_finish(d), level),
     }
 
 

@@ -9,7 +9,7 @@ a position takes, and with it every bit of its result, does not depend on what e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +21,7 @@ LEAST_PANEL_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class PanelBlock:
+class Span:
     """Consecutive positions of one sequence on the panel path: internal rows [row, row + n_rows)."""
 
     row: int
@@ -35,28 +35,36 @@ class Plan:
     order: Int32Array
     n_rows: int
     n_panel: int
-    blocks: tuple[PanelBlock, ...]
+    spans: tuple[Span, ...]
 
 
-def plan_rows(batch: Batch, *, has_panels: bool) -> Plan:
-    """Orders the rows of `batch`. Without panels every row takes the rows path."""
+def plan_rows(batch: Batch, *, has_panels: bool, most_span_rows: int) -> Plan:
+    """Orders the rows of `batch`. Without panels every row takes the rows path.
+
+    A span joins neighbouring pieces of a run, up to `most_span_rows` rows (at least BLOCK).
+    """
     rows: list[int] = []
     panel: list[int] = []
-    sizes: list[int] = []
+    spans: list[Span] = []
     for run in batch.runs:
         if run.is_decode or not has_panels:
             rows.extend(range(run.row, run.row + run.n_rows))
             continue
+        size = 0
         for first, last in _pieces(run.pos0, run.pos0 + run.n_rows):
             piece = range(run.row + first - run.pos0, run.row + last - run.pos0)
             if len(piece) >= LEAST_PANEL_ROWS:
+                if size + len(piece) > most_span_rows:
+                    spans.append(Span(len(panel) - size, size))
+                    size = 0
                 panel.extend(piece)
-                sizes.append(len(piece))
+                size += len(piece)
             else:
                 rows.extend(piece)
-    starts = accumulate(sizes, initial=len(rows))
-    blocks = tuple(PanelBlock(row, size) for row, size in zip(starts, sizes, strict=False))
-    return Plan(np.array(rows + panel, np.int32), len(rows), len(panel), blocks)
+        if size:
+            spans.append(Span(len(panel) - size, size))
+    placed = tuple(Span(len(rows) + span.row, span.n_rows) for span in spans)
+    return Plan(np.array(rows + panel, np.int32), len(rows), len(panel), placed)
 
 
 def _pieces(start: int, stop: int) -> list[tuple[int, int]]:

@@ -10,6 +10,11 @@ from numba import njit
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.call import call_kernel
 
+SLICE_GROUPS = 16
+"""Groups of 16 feed-forward columns that the panel path expands at once."""
+LD_SLICE = 64 * (SLICE_GROUPS + 1)
+"""Bytes between rows of a slice: an odd number of cache lines (see panel.py)."""
+
 
 @njit
 def share(n, member, n_members):
@@ -62,20 +67,28 @@ def bf16_row(base, row, k):
 
 
 @njit
-def product(step, matrices, index, member, x_q8, x_f32, x_bf16, out, ld_out, g0, g1):
-    """Columns of groups [g0, g1) of a product, for the rows of both paths."""
-    if g0 >= g1:
-        return
-    matrix = matrices[index]
-    k, address = matrix[t.M_K], matrix[t.M_ADDRESS]
-    n_rows, n_panel = step[t.N_ROWS], step[t.N_PANEL]
-    if n_rows:
+def rows_product(step, matrix, x_q8, x_f32, out, ld_out, g0, g1):
+    """Columns of groups [g0, g1) of a product, for the rows of the rows path."""
+    if step[t.N_ROWS] and g0 < g1:
         x = x_q8 if matrix[t.M_TAKES_Q8] else x_f32
-        call_kernel(matrix[t.M_ROWS_KERNEL], address, x, out, n_rows, k, ld_out, g0, g1)
-    if n_panel:
+        kernel, address = matrix[t.M_ROWS_KERNEL], matrix[t.M_ADDRESS]
+        call_kernel(kernel, address, x, out, step[t.N_ROWS], matrix[t.M_K], ld_out, g0, g1)
+
+
+@njit
+def panel_product(step, matrix, member, x, out, ld_out, g0, g1):
+    """Columns of groups [g0, g1) of a product, for the rows of the panel path; `out` is their first row."""
+    if step[t.N_PANEL] and g0 < g1:
         scratch = step[t.PANEL_SCRATCH] + member * step[t.PRIVATE_BYTES]
-        below = out + n_rows * ld_out
-        call_kernel(matrix[t.M_PANEL_KERNEL], address, x_bf16, below, scratch, n_panel, k, ld_out, g0, g1)
+        kernel, address = matrix[t.M_PANEL_KERNEL], matrix[t.M_ADDRESS]
+        call_kernel(kernel, address, x, out, scratch, step[t.N_PANEL], matrix[t.M_K], ld_out, g0, g1)
+
+
+@njit
+def product(step, matrix, member, x_q8, x_f32, x_bf16, out, ld_out, g0, g1):
+    """Columns of groups [g0, g1) of a product, for the rows of both paths."""
+    rows_product(step, matrix, x_q8, x_f32, out, ld_out, g0, g1)
+    panel_product(step, matrix, member, x_bf16, out + step[t.N_ROWS] * ld_out, ld_out, g0, g1)
 
 
 @njit
@@ -92,7 +105,7 @@ def project(step, matrices, layer, member, n_members):
         n = matrices[first + i, t.M_GROUPS]
         out = step[t.QKV] + before * 64
         a, b = max(0, g0 - before), min(n, g1 - before)
-        product(step, matrices, first + i, member, q8, f32, step[t.INPUT_BF16], out, 64 * n_groups, a, b)
+        product(step, matrices[first + i], member, q8, f32, step[t.INPUT_BF16], out, step[t.LD_QKV], a, b)
         before += n
 
 
@@ -102,30 +115,46 @@ def project_out(step, matrices, layer, member, n_members):
     index = layer * t.N_LAYER_MATRICES + t.O
     q8, f32 = input_q8(step, member, n_members), input_f32(step, member, n_members)
     g0, g1 = share_groups(matrices[index, t.M_GROUPS], member, n_members)
-    ld_out = 4 * step[t.N_EMBD]
-    product(step, matrices, index, member, q8, f32, step[t.INPUT_BF16], step[t.LAYER_OUT], ld_out, g0, g1)
+    out, ld_out = step[t.LAYER_OUT], step[t.LD_LAYER_OUT]
+    product(step, matrices[index], member, q8, f32, step[t.INPUT_BF16], out, ld_out, g0, g1)
 
 
 @njit
 def expand(step, matrices, layer, member, n_members):
     """This member's slice of the feed-forward: gate, up, their product, and that in the form that down reads."""
-    n_ff = step[t.N_FF]
     gate = layer * t.N_LAYER_MATRICES + t.GATE
-    q8, f32, bf16 = input_q8(step, member, n_members), input_f32(step, member, n_members), step[t.INPUT_BF16]
-    g0, g1 = share_groups(n_ff // 16, member, n_members)
-    product(step, matrices, gate, member, q8, f32, bf16, step[t.GATES], 4 * n_ff, g0, g1)
-    product(step, matrices, gate + 1, member, q8, f32, bf16, step[t.UPS], 4 * n_ff, g0, g1)
-    n, takes_q8 = 16 * (g1 - g0), matrices[gate + 2, t.M_TAKES_Q8]
-    if n <= 0:
-        return
-    for row in range(step[t.N_ROWS] + step[t.N_PANEL]):
+    g0, g1 = share_groups(step[t.N_FF] // 16, member, n_members)
+    if g0 < g1:
+        _expand_rows(step, matrices, gate, member, n_members, g0, g1)
+    for first in range(g0, g1, SLICE_GROUPS):
+        _expand_panel(step, matrices, gate, member, first, min(g1, first + SLICE_GROUPS))
+
+
+@njit
+def _expand_rows(step, matrices, gate, member, n_members, g0, g1):
+    n_ff, n, takes_q8 = step[t.N_FF], 16 * (g1 - g0), matrices[gate + 2, t.M_TAKES_Q8]
+    q8, f32 = input_q8(step, member, n_members), input_f32(step, member, n_members)
+    rows_product(step, matrices[gate], q8, f32, step[t.GATES], 4 * n_ff, g0, g1)
+    rows_product(step, matrices[gate + 1], q8, f32, step[t.UPS], 4 * n_ff, g0, g1)
+    for row in range(step[t.N_ROWS]):
         at = 4 * (row * n_ff + 16 * g0)
         call_kernel(step[t.F_GATE], step[t.GATES] + at, step[t.UPS] + at, step[t.UPS] + at, n)
-        if row >= step[t.N_ROWS]:
-            out = bf16_row(step[t.HIDDEN_BF16], row - step[t.N_ROWS], n_ff) + g0 // 2 * 1024
-            call_kernel(step[t.F_BF16], step[t.UPS] + at, out, 1, n)
-        elif takes_q8:
+        if takes_q8:
             call_kernel(step[t.F_QUANTIZE], step[t.UPS] + at, step[t.HIDDEN_Q8] + 2 * row * n_ff + 32 * g0, 1, n)
+
+
+@njit
+def _expand_panel(step, matrices, gate, member, g0, g1):
+    """A few columns at a time, so that what the products leave is still in cache for the activation."""
+    gates, ups = step[t.GATE_SLICE] + member * step[t.PRIVATE_BYTES], step[t.UP_SLICE] + member * step[t.PRIVATE_BYTES]
+    # The kernels address columns from the first of the matrix.
+    panel_product(step, matrices[gate], member, step[t.INPUT_BF16], gates - 64 * g0, LD_SLICE, g0, g1)
+    panel_product(step, matrices[gate + 1], member, step[t.INPUT_BF16], ups - 64 * g0, LD_SLICE, g0, g1)
+    n = 16 * (g1 - g0)
+    for row in range(step[t.N_PANEL]):
+        up = ups + row * LD_SLICE
+        call_kernel(step[t.F_GATE], gates + row * LD_SLICE, up, up, n)
+        call_kernel(step[t.F_BF16], up, bf16_row(step[t.HIDDEN_BF16], row, step[t.N_FF]) + g0 // 2 * 1024, 1, n)
 
 
 @njit
@@ -133,5 +162,5 @@ def contract(step, matrices, layer, member, n_members):
     """This member's columns of the down product."""
     index = layer * t.N_LAYER_MATRICES + t.DOWN
     g0, g1 = share_groups(matrices[index, t.M_GROUPS], member, n_members)
-    q8, bf16, ld_out = step[t.HIDDEN_Q8], step[t.HIDDEN_BF16], 4 * step[t.N_EMBD]
-    product(step, matrices, index, member, q8, step[t.UPS], bf16, step[t.LAYER_OUT], ld_out, g0, g1)
+    out, ld_out = step[t.LAYER_OUT], step[t.LD_LAYER_OUT]
+    product(step, matrices[index], member, step[t.HIDDEN_Q8], step[t.UPS], step[t.HIDDEN_BF16], out, ld_out, g0, g1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llamatrio.backends.cpu import flash
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import bf16_bytes, q8_bytes
 from llamatrio.backends.cpu.arena import padded
 from llamatrio.backends.cpu.attention import CHUNK, AttentionShape, query_bytes, scratch_bytes, state_bytes
+from llamatrio.backends.cpu.linear import row_stride
 from llamatrio.backends.cpu.panel import scratch_bytes as panel_scratch_bytes
+from llamatrio.backends.cpu.products import LD_SLICE
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT
 from llamatrio.model.spec import ModelSpec
 
@@ -46,6 +49,11 @@ def n_padded_logits(spec: ModelSpec) -> int:
     return -(-spec.n_vocab // BLOCK) * BLOCK
 
 
+def n_qkv(spec: ModelSpec) -> int:
+    """Width of Q, K and V side by side."""
+    return (spec.n_head + 2 * spec.n_head_kv) * spec.head_dim
+
+
 def plan_scratch(
     spec: ModelSpec, shapes: list[AttentionShape], n_cells: int, *, max_rows: int, n_threads: int
 ) -> ScratchPlan:
@@ -54,7 +62,7 @@ def plan_scratch(
     n_chunks = max(n_cells // CHUNK + 1, _STATE_BYTES // head_state)
     shared = _model_buffers(spec, shapes[0], max_rows) | _row_lists(max_rows)
     shared[t.STATES] = n_chunks * head_state
-    return ScratchPlan(shared, _private_buffers(spec, shapes), n_threads, n_chunks)
+    return ScratchPlan(shared, _private_buffers(spec, shapes, max_rows), n_threads, n_chunks)
 
 
 def _model_buffers(spec: ModelSpec, shape: AttentionShape, rows: int) -> dict[int, int]:
@@ -62,10 +70,10 @@ def _model_buffers(spec: ModelSpec, shape: AttentionShape, rows: int) -> dict[in
     widest, n_logits = max(spec.n_embd, width), n_padded_logits(spec)
     return {
         t.X_SHARED: 4 * rows * spec.n_embd,
-        t.QKV: 4 * rows * (width + 2 * spec.n_head_kv * spec.head_dim),
+        t.QKV: rows * row_stride(n_qkv(spec)),
         t.QUERIES: rows * spec.n_head * query_bytes(shape.type_k, spec.head_dim) if shape.type_k == "q8_0" else 0,
         t.ATTN_OUT: 4 * rows * width,
-        t.LAYER_OUT: 4 * rows * spec.n_embd,
+        t.LAYER_OUT: rows * row_stride(spec.n_embd),
         t.GATES: 4 * rows * spec.n_ff,
         t.UPS: 4 * rows * spec.n_ff,
         t.HIDDEN_Q8: q8_bytes(rows, spec.n_ff),
@@ -84,12 +92,12 @@ def _model_buffers(spec: ModelSpec, shape: AttentionShape, rows: int) -> dict[in
 def _row_lists(rows: int) -> dict[int, int]:
     lists = dict.fromkeys((t.TOKENS, t.POSITIONS, t.CELLS, t.OUT_ROWS, t.FULL_PLACES, t.LOG_SUMS), 4 * rows)
     results = dict.fromkeys((t.TOP_LOGITS, t.TOP_IDS), 4 * rows * MOST_CANDIDATES)
-    return lists | results | {t.CELL_LISTS: 8 * rows}
+    return lists | results | {t.CELL_LISTS: 8 * rows, t.SPANS: 16 * rows}
 
 
-def _private_buffers(spec: ModelSpec, shapes: list[AttentionShape]) -> dict[int, int]:
+def _private_buffers(spec: ModelSpec, shapes: list[AttentionShape], rows: int) -> dict[int, int]:
     width = spec.n_head * spec.head_dim
-    widest = max(spec.n_embd, width)
+    widest, group = max(spec.n_embd, width), spec.n_head // spec.n_head_kv
     return {
         t.X_PRIVATE: 4 * t.MOST_PRIVATE_ROWS * spec.n_embd,
         t.INPUT_Q8_PRIVATE: q8_bytes(t.MOST_PRIVATE_ROWS, widest),
@@ -98,4 +106,10 @@ def _private_buffers(spec: ModelSpec, shapes: list[AttentionShape]) -> dict[int,
         t.STATE_SCRATCH: 2 * spec.n_head * state_bytes(spec.head_dim),
         t.ATTN_SCRATCH: max(scratch_bytes(shape) for shape in shapes),
         t.PANEL_SCRATCH: panel_scratch_bytes(max(widest, spec.n_ff)),
+        t.GATE_SLICE: -(-rows // 32) * 32 * LD_SLICE,
+        t.UP_SLICE: -(-rows // 32) * 32 * LD_SLICE,
+        t.FLASH_QUERIES: flash.queries_bytes(spec.head_dim, group),
+        t.FLASH_PACKED: flash.packed_bytes(spec.head_dim),
+        t.FLASH_STATES: flash.states_bytes(spec.head_dim, group),
+        t.FLASH_SCORES: flash.scores_bytes(),
     }

@@ -30,7 +30,7 @@ from functools import cache
 from numba import njit
 
 from llamatrio.backends.cpu import tables as t
-from llamatrio.backends.cpu.attend import attend_chunks, attend_whole_rows, finish_chunks, rotate_and_store
+from llamatrio.backends.cpu.attend import attend_by_tickets, attend_chunks, finish_chunks, rotate_and_store
 from llamatrio.backends.cpu.call import call_kernel
 from llamatrio.backends.cpu.head import step_head
 from llamatrio.backends.cpu.levels import configure_numba
@@ -79,7 +79,7 @@ def _norm_row(step, member, n_members, row, residual_norm, has_residual, norm, o
     """Adds the last product to a row's residual stream and writes its norm to `out`."""
     n_embd = step[t.N_EMBD]
     x = x_row(step, member, n_members, row)
-    residual = step[t.LAYER_OUT] + 4 * row * n_embd
+    residual = step[t.LAYER_OUT] + row * step[t.LD_LAYER_OUT]
     if has_residual > 0 and residual_norm:
         call_kernel(step[t.F_NORM_ADD], x, residual, residual_norm, n_embd, step[t.EPS])
     elif has_residual > 0:
@@ -115,12 +115,13 @@ def _meet_unless_private(step, team, member, n_members):
 
 @njit
 def _attend(step, layers, layer, batches, team, member, n_members):
+    first, last = 0, step[t.N_ROWS] + step[t.N_PANEL]
     if step[t.BY_CHUNKS]:
         attend_chunks(step, layers, layer, batches, member, n_members)
         first = step[t.N_ROWS]
-    else:
-        first = 0
-    attend_whole_rows(step, layers, layer, batches, member, first, step[t.N_ROWS] + step[t.N_PANEL] - first)
+    if step[t.N_SPANS]:
+        last = step[t.N_ROWS]
+    attend_by_tickets(step, layers, layer, batches, member, first, last - first)
     barrier(team, member)
 
 

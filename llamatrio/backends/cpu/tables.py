@@ -78,6 +78,10 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     F_QUANTIZE_QUERY,
     F_MERGE,
     F_FINISH,
+    F_FLASH_BEGIN,
+    F_FLASH_PACK,
+    F_FLASH_CHUNK,
+    F_FLASH_FINISH,
     F_GATE,
     F_QUANTIZE,
     F_BF16,
@@ -88,10 +92,12 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     OUTPUT_NORM,
     X_SHARED,
     QKV,
+    LD_QKV,
     QUERIES,
     STATES,
     ATTN_OUT,
     LAYER_OUT,
+    LD_LAYER_OUT,
     GATES,
     UPS,
     HIDDEN_Q8,
@@ -114,6 +120,12 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     STATE_SCRATCH,
     ATTN_SCRATCH,
     PANEL_SCRATCH,
+    GATE_SLICE,
+    UP_SLICE,
+    FLASH_QUERIES,
+    FLASH_PACKED,
+    FLASH_STATES,
+    FLASH_SCORES,
     # one step's work
     N_ROWS,
     N_PANEL,
@@ -124,6 +136,8 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     POSITIONS,
     CELLS,
     CELL_LISTS,
+    SPANS,
+    N_SPANS,
     OUT_ROWS,
     FULL_PLACES,
     FULL_OUT,
@@ -131,7 +145,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     TOP_IDS,
     LOG_SUMS,
     N_STEP_FIELDS,
-) = range(84)
+) = range(98)
 
 MOST_PRIVATE_ROWS = 16
 """Decode rows up to which every member may keep its own copy of the rows (see step.py)."""
