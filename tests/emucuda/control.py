@@ -213,7 +213,7 @@ class Control:
             raise ValueError(f"no stream {stream}")
 
     def settle(self) -> None:
-        """Waits until all streams have run dry."""
+        """Waits until all streams have run dry. Puts nothing in order, so races stay visible."""
         self._lib.emu_settle()
 
     # ---- memory
@@ -225,10 +225,9 @@ class Control:
         self._lib.emu_host_access(address, nbytes, 1)
 
     # ---- modules
-    def image_key(self, image: bytes) -> str:
-        key = ctypes.create_string_buffer(32)
-        self._lib.emu_image_key(image, key, ctypes.c_size_t(32))
-        return key.value.decode()
+    def register(self, cubin: bytes, folder: Path) -> None:
+        """Says that a cubin's PTX is module.ptx in the folder."""
+        self._lib.emu_register(cubin, str(folder).encode())
 
     def set_kernel_builder(self, folder: Path, command: str) -> None:
         self._lib.emu_set_kernel_builder(str(folder).encode(), command.encode())

@@ -8,11 +8,14 @@ The product is not changed and knows nothing of this. Two seams:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +58,14 @@ def _mapped(name: str) -> bool:
 
 def register(control: Control, cubin: bytes, ptx: bytes) -> None:
     """Makes the kernels of a cubin known: its PTX is what runs."""
-    folder = build.kernel_dir() / control.image_key(cubin)
-    folder.mkdir(exist_ok=True)
-    _write(folder, ptx)
-
-
-def is_registered(control: Control, cubin: bytes) -> bool:
-    return (build.kernel_dir() / control.image_key(cubin) / "module.ptx").exists()
-
-
-def _write(folder: Path, ptx: bytes) -> None:
-    scratch = folder / f"module.{os.getpid()}"
-    scratch.write_bytes(ptx.rstrip(b"\0"))
-    scratch.rename(folder / "module.ptx")
+    ptx = ptx.rstrip(b"\0")
+    folder = build.kernel_dir() / hashlib.sha256(ptx).hexdigest()[:16]
+    if not folder.exists():
+        scratch = Path(tempfile.mkdtemp(dir=build.kernel_dir()))
+        (scratch / "module.ptx").write_bytes(ptx)
+        with contextlib.suppress(OSError):  # another process was first
+            scratch.rename(folder)
+    control.register(cubin, folder)
 
 
 def environment() -> dict[str, str]:
@@ -89,9 +87,7 @@ def _hook_product(control: Control) -> None:
     original = compiler.open_cubin
 
     def open_and_register(path: Path) -> Any:
-        cubin = path.read_bytes()
-        if not is_registered(control, cubin):
-            register(control, cubin, path.with_suffix(".ptx").read_bytes())
+        register(control, path.read_bytes(), path.with_suffix(".ptx").read_bytes())
         return original(path)
 
     compiler.open_cubin = open_and_register
@@ -113,7 +109,7 @@ def _hook_program(control: Control) -> None:
             compiled = super().compile(target_type, name_expressions, logs, cache=cache)
             options = self._source[2]
             wanted = str(getattr(target_type, "value", target_type)) == "cubin" and options.arch == ARCHITECTURE
-            if wanted and not is_registered(control, compiled.code):
+            if wanted:
                 ptx = _ptx_of(self) if options.lineinfo and cache is None else self._compile_ptx(name_expressions)
                 register(control, compiled.code, ptx)
             return compiled

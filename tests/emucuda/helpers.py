@@ -31,7 +31,7 @@ class Gpu:
     def compile(self, source: str, name: str = "test.cu", **options: Any) -> Any:
         """An ObjectCode of CUDA C++ text."""
         settings = ProgramOptions(
-            name=name, arch=f"sm_{self.device.arch}", std="c++17", use_bundled_headers=True, **options
+            name=name, arch=f"sm_{self.device.arch}", std="c++17", use_bundled_headers=True, lineinfo=True, **options
         )
         return Program(source, "c++", settings).compile("cubin")
 

@@ -95,7 +95,8 @@ ATOMICS = r"""
 extern "C" __global__ void k(int* i, unsigned* u, float* f, unsigned long long* l, unsigned short* old) {
     int t = threadIdx.x;
     atomicAdd(&i[0], t); atomicMax(&i[1], t - 20); atomicMin(&i[2], 5 - t); atomicExch(&i[3], 9); atomicSub(&i[4], 2);
-    atomicAnd(&u[0], ~(1u << t)); atomicOr(&u[1], 1u << t); atomicXor(&u[2], t); atomicInc(&u[3], 6); atomicDec(&u[4], 9);
+    atomicAnd(&u[0], ~(1u << t)); atomicOr(&u[1], 1u << t); atomicXor(&u[2], t); atomicInc(&u[3], 6);
+    atomicDec(&u[4], 9);
     atomicMax(&u[5], 0x80000000u + t);
     atomicAdd(&f[0], 0.5f); atomicAdd((double*)&l[0], 0.25); atomicAdd(&l[1], 1ull << 33);
     unsigned was = atomicCAS(&u[6], t, t + 1); old[t] = (unsigned short)was;

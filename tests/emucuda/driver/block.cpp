@@ -131,7 +131,7 @@ bool BlockRunner::run_block(Dim block) {
   memset(fibers_[0].shared, 0xff, bytes);  // NaNs, as in fresh device memory
   if (checked_) shadow_.assign(bytes, SharedByte{});
   active_runner = this;
-  current_ = next_fiber(fibers_[size_t(n_threads_ - 1)]);
+  current_ = &fibers_[order_ == 1 ? size_t(n_threads_ - 1) : 0];
   emu_switch(&main_stack_pointer_, current_->stack_pointer);
   active_runner = nullptr;
   return !failure_.code;
@@ -181,9 +181,9 @@ Fiber* BlockRunner::next_fiber(const Fiber& after) {
   for (int i = 0; i < n_warps_; ++i) {
     if (uint32_t lanes = warps_[warp].runnable) return &fibers_[size_t(warp) * 32 + first_lane(lanes, lane)];
     if (order_ == 1)
-      warp = warp ? warp - 1 : n_warps_ - 1;
+      warp = warp ? warp - 1 : n_warps_ - 1, lane = 0;
     else
-      warp = warp + 1 < n_warps_ ? warp + 1 : 0;
+      warp = warp + 1 < n_warps_ ? warp + 1 : 0, lane = 31;
   }
   return nullptr;
 }

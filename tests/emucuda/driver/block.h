@@ -53,6 +53,7 @@ struct SharedByte {
   uint32_t write_phase, write_warp_phase, read_phase, read_warp_phase;
   int16_t writer, reader;     // thread, or one of the special values
   uint8_t written, atomic;
+  uint16_t write_site, read_site;
   int16_t pending;            // thread + 1 whose cp.async is on its way here
 };
 
@@ -89,6 +90,7 @@ class BlockRunner {
   void write_shared(Fiber&, SharedByte&, Access, int site);
   void read_shared(Fiber&, SharedByte&, int site);
   std::string where(int site) const;
+  std::string other_side(int16_t who, const char* verb, int site) const;
 
   const GridLaunch* launch_ = nullptr;
   const Actor* actor_ = nullptr;

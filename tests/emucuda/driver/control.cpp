@@ -184,9 +184,12 @@ EMU_EXPORT int emu_stream_id(void* handle) {
   Lock lock(mutex());
   return stream_of(static_cast<CUstream>(handle))->id;
 }
+// Waits until all streams have run dry, without putting anything in order: a test that looks must not hide a race.
 EMU_EXPORT void emu_settle() {
   Lock lock(mutex());
+  VectorClock before = host_clock();
   synchronize_all(lock);
+  host_clock() = before;
 }
 
 // ---- memory as the host sees it -----------------------------------------------------------------------------------------------
@@ -198,6 +201,8 @@ EMU_EXPORT void emu_host_access(uint64_t address, uint64_t bytes, int writes) {
   ++host_clock().time[kHost];
   check_range({kHost, host_clock(), "the host"}, *a, address - a->base, bytes, writes ? kWrite : kRead);
 }
-EMU_EXPORT void emu_image_key(const void* image, char* key, size_t room) {
-  snprintf(key, room, "%s", image_key(image).c_str());
+// The folder that holds a cubin's PTX, as module.ptx.
+EMU_EXPORT void emu_register(const void* cubin, const char* folder) {
+  Lock lock(mutex());
+  register_cubin(cubin, folder);
 }

@@ -16,6 +16,6 @@ struct GridLaunch {
   std::vector<char*> globals;
 };
 Failure run_grid(const GridLaunch&, const Actor&);
-std::string image_key(const void* image);
+void register_cubin(const void* cubin, const std::string& folder);  // locked
 
 }  // namespace emu

@@ -1,9 +1,9 @@
 // Modules, kernels and launches.
 //
 // Rules:
-//  * A module image (cubin, or PTX text) is known by a hash of its bytes. Its PTX lies in <kernel_dir>/<hash>/module.ptx,
-//    put there by `emu_register` (for PTX images, by the load itself).
-//  * A kernel's shared object, <kernel_dir>/<hash>/<hash of name>.so, is built by the builder command when the kernel is first
+//  * PTX lies in <kernel_dir>/<hash of the PTX>/module.ptx. `emu_register` says which of them a cubin stands for; different PTX
+//    may give equal cubins (masks of shuffles leave no trace), so the latest registration counts.
+//  * A kernel's shared object, <hash of name>.so in the same folder, is built by the builder command when the kernel is first
 //    asked for, and found there from then on.
 //  * Module-scope variables are device memory of the loaded library, shared by its kernels.
 #include <cxxabi.h>
@@ -28,7 +28,7 @@ constexpr int kMaxShared = 163 << 10;
 
 struct KernelHandle;
 struct Library {
-  std::string key;
+  std::string folder;
   std::map<std::string, KernelHandle*> kernels;
   std::map<std::string, Allocation*> globals;
 };
@@ -69,30 +69,37 @@ static size_t elf_bytes(const void* image) {
   }
   return end;
 }
-std::string image_key(const void* image) {
-  if (is_elf(image)) return hex(fnv1a(image, elf_bytes(image)));
-  return hex(fnv1a(image, strlen(static_cast<const char*>(image))));
+static std::map<uint64_t, std::string>& registered() {  // the folder of a cubin's PTX, by the cubin's hash
+  static auto& folders = *new std::map<uint64_t, std::string>;
+  return folders;
+}
+void register_cubin(const void* cubin, const std::string& folder) {
+  registered()[fnv1a(cubin, elf_bytes(cubin))] = folder;
 }
 
 static bool exists(const std::string& path) {
   struct stat unused;
   return !stat(path.c_str(), &unused);
 }
-static std::string folder_of(const std::string& key) { return control().kernel_dir + "/" + key; }
+
+// The folder of an image's PTX, or nothing.
+static std::string folder_of(const void* image) {
+  if (is_elf(image)) return registered()[fnv1a(image, elf_bytes(image))];
+  std::string text = static_cast<const char*>(image), folder = control().kernel_dir + "/" + hex(fnv1a(image, text.size()));
+  mkdir(folder.c_str(), 0777);
+  std::ofstream(folder + "/module.ptx") << text;
+  return folder;
+}
 
 static CUresult load(Library** out, const void* image) {
   Lock lock(mutex());
   if (CUresult fault = this_call().describe("module.load", nullptr)) return fault;
   if (!is_elf(image) && !is_ptx(image)) return explain(CUDA_ERROR_INVALID_IMAGE, "neither a cubin nor PTX");
-  std::string key = image_key(image), ptx = folder_of(key) + "/module.ptx";
-  if (!exists(ptx) && is_ptx(image)) {
-    mkdir(folder_of(key).c_str(), 0777);
-    std::ofstream(ptx) << static_cast<const char*>(image);
-  }
-  if (!exists(ptx))
+  std::string folder = folder_of(image);
+  if (folder.empty())
     return explain(CUDA_ERROR_NO_BINARY_FOR_GPU,
-                   "no PTX is registered for this cubin: was it compiled before emucuda's hook was installed? (" + ptx + ")");
-  *out = new Library{key, {}, {}};
+                   "no PTX is registered for this cubin: was it compiled before the hook was installed, or not for sm_80?");
+  *out = new Library{folder, {}, {}};
   return CUDA_SUCCESS;
 }
 
@@ -161,7 +168,7 @@ static CUresult get_kernel(KernelHandle** out, Library* library, const char* nam
     if (it != library->kernels.end()) return *out = it->second, CUDA_SUCCESS;
   }
   std::string problem;
-  const Kernel* kernel = open_kernel(folder_of(library->key), name, problem);
+  const Kernel* kernel = open_kernel(library->folder, name, problem);
   Lock lock(mutex());
   if (!kernel) {
     bool missing = problem.compare(0, 8, "no entry") == 0;

@@ -27,28 +27,31 @@ static bool unordered(int16_t who, uint32_t their_phase, uint32_t their_warp_pha
   return their_warp_phase == f.warp->sync_phase;
 }
 
-static std::string name_of(int16_t who) {
-  if (who == kEverybody) return "several warps";
-  return who & kWarp ? "warp " + std::to_string(who & ~kWarp) : "thread " + std::to_string(who);
+std::string BlockRunner::other_side(int16_t who, const char* verb, int site) const {
+  std::string name = who == kEverybody ? "several warps"
+                     : who & kWarp     ? "warp " + std::to_string(who & ~kWarp)
+                                       : "thread " + std::to_string(who);
+  return " of shared memory, unordered with a " + std::string(verb) + " by " + name + " at " + where(site);
 }
 
 void BlockRunner::write_shared(Fiber& f, SharedByte& s, Access access, int site) {
   bool both_atomic = access == kAtomic && s.atomic;
   if (!both_atomic && unordered(s.writer, s.write_phase, s.write_warp_phase, f, phase_))
-    note(f, "shared-race", "write of shared memory that " + name_of(s.writer) + " writes with no barrier between", site);
+    note(f, "shared-race", "write" + other_side(s.writer, "write", s.write_site), site);
   if (unordered(s.reader, s.read_phase, s.read_warp_phase, f, phase_))
-    note(f, "shared-race", "write of shared memory that " + name_of(s.reader) + " reads with no barrier between", site);
+    note(f, "shared-race", "write" + other_side(s.reader, "read", s.read_site), site);
   s.writer = int16_t(f.linear);
   s.write_phase = phase_;
   s.write_warp_phase = f.warp->sync_phase;
   s.written = 1;
+  s.write_site = uint16_t(site);
   s.atomic = access == kAtomic;
 }
 
 void BlockRunner::read_shared(Fiber& f, SharedByte& s, int site) {
   if (!s.written) note(f, "uninitialised", "read of shared memory that was never written", site);
   if (unordered(s.writer, s.write_phase, s.write_warp_phase, f, phase_))
-    note(f, "shared-race", "read of shared memory that " + name_of(s.writer) + " writes with no barrier between", site);
+    note(f, "shared-race", "read" + other_side(s.writer, "write", s.write_site), site);
   auto me = int16_t(f.linear);
   if (s.read_phase != phase_ || s.reader == me) {
     s.reader = me;
@@ -58,6 +61,7 @@ void BlockRunner::read_shared(Fiber& f, SharedByte& s, int site) {
     s.reader = !same_warp ? kEverybody : after_sync ? me : int16_t(kWarp | int16_t(f.linear / 32));
   }
   s.read_phase = phase_;
+  s.read_site = uint16_t(site);
   s.read_warp_phase = f.warp->sync_phase;
 }
 
