@@ -242,17 +242,29 @@ class Scheduler:
         return wanted if wanted in self._free_lanes else None
 
     def _has_room_to_start(self, seq: Sequence, now: float) -> bool:
-        """A preempted sequence comes back only when it will not be preempted at once."""
-        if not self.running:
-            return True
-        return self._reserve(min(seq.n_pending, PIECE)) == "ok"
+        """Whether there are cells for all that is to be restored and for a first piece.
+
+        With fewer it would evaluate again what is saved: that takes as many cells and more time, and a preempted
+        sequence would go on with other numbers than it had.
+        """
+        if (room := self._reserve(min(seq.n_pending, PIECE))) == "ok":
+            match = self.cache.match_prefix(seq.request.scope, self._known(seq), now)
+            n_missing = sum(len(node) for node in match.to_restore if not node.busy) if seq.may_restore else 0
+            self.cache.lock(match.node)  # its resident part must not make room for the rest
+            room = self._reserve(n_missing + min(seq.n_pending - match.n_tokens, PIECE))
+            self.cache.unlock(match.node)
+        return room == "ok" or (room == "full" and not self.running)
+
+    def _known(self, seq: Sequence) -> Int32Array:
+        """The tokens that may come from the cache; the last one is evaluated in any case."""
+        return seq.array(0, len(seq.tokens) - 1 if seq.request.cache_prompt else 0)
 
     def _enter(self, seq: Sequence, now: float) -> None:
         """Starts a sequence on its lane from the longest prefix that is known, or begins to restore it."""
         assert seq.lane is not None
         if seq.node is not None:
             self._unlock(seq)
-        known = seq.array(0, len(seq.tokens) - 1 if seq.request.cache_prompt else 0)
+        known = self._known(seq)
         match = self.cache.match_prefix(seq.request.scope, known, now)
         self.cache.lock(match.node)
         seq.node = match.node
