@@ -87,25 +87,24 @@ async def test_b11_counters_never_fall_and_a_cached_prompt_keeps_its_count(open_
 
 
 async def test_b14_requests_start_in_order_of_arrival(open_fake, autojump_clock) -> None:
-    async with open_fake(FakeBackend(256), n_parallel=1) as engine:
-        arrivals: list[int] = []
-        starts: list[tuple[float, int]] = []
+    backend = FakeBackend(256)
+    async with open_fake(backend, n_parallel=1) as engine:
+        started: dict[int, None] = {}
+
+        def note_order(complete: Callable[[], None]) -> None:
+            started.update(dict.fromkeys(seq.id for seq in engine._scheduler.in_flight()))  # ids count arrivals
+            complete()
+
+        backend.on_forward = note_order
 
         async def client(name: int) -> None:
             for i in range(20):
-                key = name * 100 + i
-                arrivals.append(key)
-                with engine.start(Request(prompt(5, key), GREEDY, max_tokens=2)) as generation:
-                    async for _ in generation:
-                        pass
-                    started = generation.seq.started
-                    assert started is not None
-                    starts.append((generation.seq.id, key))
+                await run(engine, Request(prompt(5, name * 100 + i), GREEDY, max_tokens=2))
 
         async with trio.open_nursery() as nursery:
             for name in range(3):
                 nursery.start_soon(client, name)
-        assert [key for _, key in starts] == arrivals
+        assert list(started) == list(range(60))
 
 
 async def test_b15_a_queued_request_whose_client_left_is_never_run(open_fake, autojump_clock) -> None:
