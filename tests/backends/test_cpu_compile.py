@@ -90,14 +90,14 @@ def test_a_level_uses_only_its_own_instructions(name: str, has: str, has_not: st
     assert not re.search(has_not, text)
 
 
-def test_aarch64_gets_its_dot_product() -> None:
+@pytest.mark.parametrize(("type", "has"), [(GGMLType.Q8_0, "sdot"), (GGMLType.IQ4_NL, "tbl")])
+def test_aarch64_gets_its_instructions(type: GGMLType, has: str) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    level = Level("plain", "generic", "+dotprod", "sdot")
-    made = FORMATS[GGMLType.Q8_0]
-    module = llvm.parse_assembly(str(emit_ir("arm", quantized_rows(made), level)))  # type: ignore[arg-type]
+    level = Level("plain", "generic", "+dotprod", "sdot", row_tile=1)
+    module = llvm.parse_assembly(str(emit_ir("arm", quantized_rows(FORMATS[type]), level)))  # type: ignore[arg-type]
     machine = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", features="+dotprod")
-    assert "sdot" in machine.emit_assembly(module)
+    assert has in machine.emit_assembly(module)
 
 
 # ---- the cache

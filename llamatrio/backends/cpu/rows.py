@@ -4,6 +4,9 @@ A tile of weights is unpacked once and used for up to 8 rows; the row counts 8, 
 rows are cut into them from the largest down (16 at once spill registers: slower than 8 twice). Every row goes through
 the same operations in the same order whichever loop it falls into, so its result is the same bits in any company.
 
+Tried and slower: AMX int8 tiles for 4 to 16 rows. The codes reach a tile only through memory, and at 8 rows that took
+twice as long as the dot products.
+
 Quantized weights, per tile of 32 k and per row, with integers I = dot(codes, x) and S = sum(x) of the q8 record:
 
     acc = fma(x_scale, fma(w_scale, I, w_minimum * S), acc)

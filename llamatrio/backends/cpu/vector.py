@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from llvmlite import ir
 
@@ -59,6 +59,20 @@ def vec(element: Any, n: int = LANES) -> Any:
 
 vf32, vi32, vf16, vi16, vi8 = vec(f32), vec(i32), vec(f16), vec(i16), vec(i8)
 vbytes = vec(i8, 4 * LANES)
+
+
+class _ByteLookup(NamedTuple):
+    """An instruction that looks each byte up in a table of 16: both operands are `width` bytes."""
+
+    name: str
+    width: int
+
+
+_BYTE_LOOKUPS = {
+    "vnni": _ByteLookup("llvm.x86.avx512.pshuf.b.512", 64),
+    "maddubs": _ByteLookup("llvm.x86.avx2.pshuf.b", 32),
+    "sdot": _ByteLookup("llvm.aarch64.neon.tbl1.v16i8", 16),
+}
 
 
 class Asm:
@@ -445,23 +459,20 @@ class Asm:
 
     def lookup16(self, table: Sequence[int], v: Value) -> Value:
         """table[byte] for each of 64 bytes below 16; the table has 16 entries of one byte."""
-        if self.level.dot in ("vnni", "maddubs"):
-            return self._lookup16_pshufb(table, v)
+        lookup = _BYTE_LOOKUPS.get(self.level.dot)
+        if lookup is None:
+            return self._lookup16_by_choice(table, v)
+        kind = vec(i8, lookup.width)
+        entries = ir.Constant(kind, [ir.Constant(i8, entry) for entry in table] * (lookup.width // 16))
+        parts = [self.part(v, first, lookup.width) for first in range(0, v.type.count, lookup.width)]
+        return self.concat([self._call(lookup.name, kind, entries, part) for part in parts])
+
+    def _lookup16_by_choice(self, table: Sequence[int], v: Value) -> Value:
         result = self.splat_int(table[0], i8, v.type.count)
         for n, entry in enumerate(table[1:], start=1):
             matches = self.builder.icmp_unsigned("==", v, self.splat_int(n, i8, v.type.count))
             result = self.select(matches, self.splat_int(entry, i8, v.type.count), result)
         return result
-
-    def _lookup16_pshufb(self, table: Sequence[int], v: Value) -> Value:
-        width, name = {
-            "vnni": (64, "llvm.x86.avx512.pshuf.b.512"),
-            "maddubs": (32, "llvm.x86.avx2.pshuf.b"),
-        }[self.level.dot]
-        kind = vec(i8, width)
-        entries = ir.Constant(kind, [ir.Constant(i8, entry) for entry in table] * (width // 16))
-        parts = [self.part(v, first, width) for first in range(0, v.type.count, width)]
-        return self.concat([self._call(name, kind, entries, part) for part in parts])
 
     def dot(self, weights: Sequence[Value], activations: Sequence[Value], bits: int) -> Value:
         """Sum over the pairs of the four byte products in each 32-bit lane, as 16 x i32, exactly.
