@@ -14,6 +14,8 @@
 #include "attention.cuh"
 
 constexpr int CELLS = D > 128 ? 16 : 64, ROW = D + 8, SPANS = D / 32, THREADS = 128;
+// Spans of the query that each thread parks in shared memory, where registers are short.
+constexpr int PARKED = D > 128 ? SPANS / 2 : 0;
 
 // What a block works on.
 struct Tile {
@@ -24,16 +26,12 @@ struct Tile {
     __device__ __forceinline__ int head(int m) const { return kv_head * group + m % group; }
 };
 
-__device__ __forceinline__ void load_query(unsigned (*a)[4], const float* __restrict__ q, int q_stride, Tile tile) {
+// Fragment i (of 16 dims) for the fragment rows g and g + 8 of the warp.
+__device__ __forceinline__ void load_fragment(unsigned* a, const float* const* from, int i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int m = warp_id() * 16 + fragment_group() + 8 * half;
-        const float* from = q + (long long)(tile.first_row + tile.row(m)) * q_stride + tile.head(m) * D;
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i) {
-            const float2 v = *(const float2*)(from + 8 * i + 2 * fragment_quad());
-            a[i / 2][i % 2 * 2 + half] = pack_half2(v.x, v.y);
-        }
+    for (int r = 0; r < 4; ++r) {
+        const float2 v = *(const float2*)(from[r % 2] + 16 * i + r / 2 * 8 + 2 * fragment_quad());
+        a[r] = pack_half2(v.x, v.y);
     }
 }
 
@@ -60,8 +58,13 @@ __device__ __forceinline__ void load_cells(__half (*to)[ROW], const u8* __restri
     copy_commit();
 }
 
-// s[n] = Q K^T for cells 8 n ...
-__device__ __forceinline__ void multiply_keys(float (*s)[4], const unsigned (*query)[4], const __half (*keys)[ROW]) {
+struct Parked {
+    uint4 fragment[PARKED ? 2 * PARKED : 1][THREADS];  // of thread t at t: nobody else reads it
+};
+
+// s[n] = Q K^T for cells 8 n ... `query` holds the spans from PARKED on.
+__device__ __forceinline__ void multiply_keys(float (*s)[4], const Parked& parked, const unsigned (*query)[4],
+                                              const __half (*keys)[ROW]) {
 #pragma unroll
     for (int n = 0; n < CELLS / 8; ++n) {
         s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
@@ -69,8 +72,15 @@ __device__ __forceinline__ void multiply_keys(float (*s)[4], const unsigned (*qu
         for (int span = 0; span < SPANS; ++span) {
             unsigned b[4];
             load_matrices(b, &keys[8 * n + lane_id() % 8][32 * span + lane_id() / 8 * 8]);
-            mma(s[n], query[2 * span], b[0], b[1]);
-            mma(s[n], query[2 * span + 1], b[2], b[3]);
+            if (span < PARKED) {
+                const uint4 low = parked.fragment[2 * span][threadIdx.x];
+                const uint4 high = parked.fragment[2 * span + 1][threadIdx.x];
+                mma(s[n], (const unsigned*)&low, b[0], b[1]);
+                mma(s[n], (const unsigned*)&high, b[2], b[3]);
+                continue;
+            }
+            mma(s[n], query[2 * (span - PARKED)], b[0], b[1]);
+            mma(s[n], query[2 * (span - PARKED) + 1], b[2], b[3]);
         }
     }
 }
@@ -149,18 +159,28 @@ __device__ __forceinline__ void write_rows(float* __restrict__ out, const float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, D > 64 ? 2 : 3)
 attention_prefill(const float* __restrict__ q, const u8* __restrict__ k_rows, const u8* __restrict__ v_rows,
                   const int* __restrict__ cell_table, const int4* __restrict__ tiles, const float* __restrict__ sinks,
                   float* __restrict__ out, int q_stride, int table_stride, int n_head, int n_head_kv, int k_row_bytes,
                   int v_row_bytes, int window, float scale, float softcap) {
     __shared__ __align__(16) __half keys[CELLS][ROW], values[CELLS][ROW];
+    __shared__ Parked parked;
     const int4 work = tiles[blockIdx.x];
     const Tile tile = {work.x, work.y, work.z, work.w, (int)blockIdx.y, n_head / n_head_kv, n_head, n_head_kv};
     if (tile.n_rows == 0) return;
     const int* cells = cell_table + (long long)tile.lane * table_stride;
-    unsigned query[D / 16][4];
-    load_query(query, q, q_stride, tile);
+    unsigned query[2 * (SPANS - PARKED)][4];
+    const float* from[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int m = warp_id() * 16 + fragment_group() + 8 * half;
+        from[half] = q + (long long)(tile.first_row + tile.row(m)) * q_stride + tile.head(m) * D;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * PARKED; ++i) load_fragment((unsigned*)&parked.fragment[i][threadIdx.x], from, i);
+#pragma unroll
+    for (int i = 2 * PARKED; i < 2 * SPANS; ++i) load_fragment(query[i - 2 * PARKED], from, i);
     float sums[D / 8][4] = {};
     Softmax state = {{LOWEST, LOWEST}, {0.0f, 0.0f}, {}, {}};
 #pragma unroll
@@ -175,7 +195,7 @@ attention_prefill(const float* __restrict__ q, const u8* __restrict__ k_rows, co
         load_cells<V_Q8>(values, v_rows, cells, v_row_bytes, entry, tile);
         copy_wait<1>();
         __syncthreads();
-        multiply_keys(s, query, keys);
+        multiply_keys(s, parked, query, keys);
         __syncthreads();
         if (entry + CELLS <= tile.last()) load_cells<K_Q8>(keys, k_rows, cells, k_row_bytes, entry + CELLS, tile);
         else copy_commit();  // an empty group, so that the wait below still means V

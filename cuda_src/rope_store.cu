@@ -2,8 +2,8 @@
 //
 // qkv   f32 [rows][stride]: n_head heads of Q, n_head_kv of K, n_head_kv of V, each D floats.
 // q_norm, k_norm  f32 [D] or null.    positions, cells  i32 [rows]; a row whose cell is negative is padding.
-// turns  float2 [n_dims / 2]: what pair i turns per position, in turns, as a high and a low float: all scalings of
-//        rope are in this table, and the sum keeps 2^-40 of a turn at any position. magnitude: YaRN's factor.
+// turns  float2 [n_dims / 2]: turns of pair i per position, as a high and a low float: all scalings of
+//        rope are in this table, and their sum keeps the angle at any position. magnitude: YaRN's factor.
 // Out: Q in place; K and V rows of `cells[r]`: -DK_Q8, -DV_Q8: 0 f16 [n_head_kv * D], 1 q8_0 (all int8 quants, then
 //        all f16 scales of blocks of 32; quant bytes and the row are multiples of 16).
 // -DNEOX=1 turns (i, i + n_dims / 2), 0 turns (2 i, 2 i + 1).  -DD: head size, a multiple of 32.

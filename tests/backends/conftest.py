@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,8 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture
-def cuda_rig(emucuda: Any, kernel_cache: Path) -> Iterator[Rig]:
-    """Runs single kernels on the emulated driver, every access checked: bounds, races, bytes that nobody wrote."""
+@contextmanager
+def _rig(kernel_cache: Path) -> Iterator[Rig]:
     from cuda.core import Device
     from cuda_rig import Rig
 
@@ -28,7 +28,20 @@ def cuda_rig(emucuda: Any, kernel_cache: Path) -> Iterator[Rig]:
 
     device = Device()
     device.set_current()
-    with emucuda.checked():
-        rig = Rig(device, KernelLoader(f"sm_{device.arch}", kernel_cache))
+    rig = Rig(device, KernelLoader(f"sm_{device.arch}", kernel_cache))
+    yield rig
+    rig.free()
+
+
+@pytest.fixture
+def cuda_rig(emucuda_checked: Any, kernel_cache: Path) -> Iterator[Rig]:
+    """Runs single kernels on the emulated driver, every access checked: bounds, races, bytes that nobody wrote."""
+    with _rig(kernel_cache) as rig:
         yield rig
-        rig.free()
+
+
+@pytest.fixture
+def fast_rig(emucuda: Any, kernel_cache: Path) -> Iterator[Rig]:
+    """The same without checks, where a test runs many kernels that are checked elsewhere."""
+    with _rig(kernel_cache) as rig:
+        yield rig

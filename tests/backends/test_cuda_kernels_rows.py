@@ -10,7 +10,7 @@ from cuda_rig import Rig
 pytest.importorskip("cuda.core")
 
 from llamatrio.backends.cuda.kernels import rows as k
-from llamatrio.backends.cuda.rope import rope_table
+from llamatrio.model.rope import rope_frequencies
 from llamatrio.model.spec import RopeSpec
 
 KINDS = list(k.RowKind)
@@ -120,7 +120,7 @@ def test_glu_emits_what_the_next_product_reads(cuda_rig: Rig, kind: k.RowKind) -
 ROPES = {
     "norm": RopeSpec(n_dims=32, style="norm", base=10000.0),
     "neox-partial": RopeSpec(n_dims=48, style="neox", base=1e6, scale=0.25),
-    "yarn": RopeSpec(n_dims=64, style="neox", base=150000.0, yarn_factor=32.0, n_ctx_orig=4096),
+    "yarn": RopeSpec(n_dims=64, style="neox", base=150000.0, yarn_factor=32.0, n_ctx_orig=4096, attn_factor=1.3466),
 }
 
 
@@ -141,22 +141,21 @@ def test_rope_store(cuda_rig: Rig, name: str, heads: k.HeadShape, norms: bool) -
     qkv = rng.standard_normal((4, n_q + 2 * n_kv, d)).astype(np.float32)
     weights = rng.standard_normal((2, d)).astype(np.float32)
     factors = (1 + rng.random(rope.n_dims // 2)).astype(np.float32) if name == "norm" else None
-    table = rope_table(rope, windowed=False, factors=factors)
+    angles = rope_frequencies(rope, factors)
     k_rows, v_rows = cuda_rig.empty(10 * heads.k_row_bytes), cuda_rig.empty(10 * heads.v_row_bytes)
     there = cuda_rig.put(qkv)
     w = [cuda_rig.put(x) for x in weights] if norms else [0, 0]
     k.rope_store(
-        cuda_rig.run, there, *w, cuda_rig.put(positions), cuda_rig.put(cells), cuda_rig.put(table.turns),
+        cuda_rig.run, there, *w, cuda_rig.put(positions), cuda_rig.put(cells), cuda_rig.put(k.rope_turns(angles)),
         k_rows, v_rows, n_rows=4, stride=qkv[0].size, heads=heads, n_dims=rope.n_dims,
-        neox=rope.style == "neox", eps=1e-6, magnitude=table.magnitude,
+        neox=rope.style == "neox", eps=1e-6, magnitude=rope.attn_factor,
     )  # fmt: skip
 
-    angles = table.turns.astype(np.float64).sum(-1) * 2 * np.pi
     q_in, k_in = qkv[:, :n_q], qkv[:, n_q : n_q + n_kv]
     if norms:
         q_in, k_in = ref.rms(q_in, 1e-6) * weights[0], ref.rms(k_in, 1e-6) * weights[1]
     q, key = (
-        ref.rope(x, positions, angles, neox=rope.style == "neox", magnitude=table.magnitude) for x in (q_in, k_in)
+        ref.rope(x, positions, angles, neox=rope.style == "neox", magnitude=rope.attn_factor) for x in (q_in, k_in)
     )
     found = cuda_rig.get(there, qkv.shape, np.float32)
     assert np.abs(found[:3, :n_q] - q[:3]).max() < 3e-6 * np.abs(q).max()
@@ -181,19 +180,8 @@ def check_rows(rows: np.ndarray, expected: np.ndarray, q8: bool) -> None:
     assert (np.abs(ref.q8_row_values(rows, width) - expected) <= step * 0.57 + 5e-6).all()
 
 
-def test_rope_table_ends_of_yarn() -> None:
-    rope = ROPES["yarn"]
-    plain = rope_table(RopeSpec(64, "neox", rope.base), windowed=False).turns.sum(-1)
-    scaled = rope_table(rope, windowed=False)
-    ratio = scaled.turns.sum(-1) / plain
-    assert ratio[0] == pytest.approx(1)
-    assert ratio[-1] == pytest.approx(1 / 32)
-    assert (np.diff(ratio) <= 1e-6).all()
-    assert scaled.magnitude == pytest.approx(1 + 0.1 * np.log(32))
-
-
-def test_rope_table_local_base_is_unscaled() -> None:
-    rope = RopeSpec(32, "neox", 1e6, scale=0.125, base_local=1e4)
-    local = rope_table(rope, windowed=True).turns.astype(np.float64).sum(-1)
-    assert local[1] * 2 * np.pi == pytest.approx(1e4 ** (-2 / 32), rel=1e-7)
-    assert rope_table(rope, windowed=False).turns[0, 0] == pytest.approx(0.125 / (2 * np.pi))
+def test_rope_turns_keep_the_angle_at_any_position() -> None:
+    """To a millionth of a turn at position 2^20."""
+    angles = rope_frequencies(ROPES["norm"])
+    turns = k.rope_turns(angles).astype(np.float64).sum(-1)
+    assert np.abs(turns * 2**20 - angles / (2 * np.pi) * 2**20).max() < 2.0**-20

@@ -10,6 +10,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llamatrio.backends.cuda.kernels.launcher import (
     WARP,
     DevicePointer,
@@ -159,6 +162,14 @@ class HeadShape(NamedTuple):
         return self.kv_row_bytes(q8=self.v_q8)
 
 
+def rope_turns(frequencies: NDArray[np.float64]) -> NDArray[np.float32]:
+    """The table that rope_store reads, from `model.rope.rope_frequencies`: turns of each pair per position, float32
+    [n_dims / 2, 2], as a high and a low part."""
+    turns = frequencies / (2 * np.pi)
+    high = turns.astype(np.float32)
+    return np.stack([high, (turns - high).astype(np.float32)], -1)
+
+
 def rope_store(
     run: Launcher,
     qkv: DevicePointer,
@@ -181,7 +192,8 @@ def rope_store(
     """Norm (unless 0) and rope of Q (in place) and K, and K and V into `cells` of one layer.
 
     qkv f32 [n_rows, stride]: Q, K, V heads side by side. positions, cells i32 [n_rows]; a negative cell marks a row
-    of padding, which is left alone. turns and magnitude: see `rope_table`. k_rows, v_rows: PoolShape's addresses.
+    of padding, which is left alone. turns: see rope_turns. magnitude: RopeSpec.attn_factor. k_rows, v_rows: PoolShape's
+    addresses.
     """
     require_multiple("head_dim", heads.head_dim, WARP)
     n_heads = heads.n_head + 2 * heads.n_head_kv
