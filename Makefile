@@ -1,6 +1,8 @@
 # Everything runs in a private environment, .venv, made on the first call. `make help` lists the targets.
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+# The first that runs and is of a version we support (a version manager's shim may exist and not run).
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 PORT   ?= 8080
@@ -16,7 +18,7 @@ help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/python: pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "llamatrio needs Python 3.11, 3.12 or 3.13; set PYTHON=..., not %d.%d" % v)'
+	@test -n "$(PYTHON)" || { echo "llamatrio needs Python 3.11, 3.12 or 3.13: none was found; set PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
