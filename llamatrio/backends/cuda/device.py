@@ -6,12 +6,12 @@ import ctypes
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from cuda.bindings import driver
 from cuda.core import Device, Event, EventOptions, Stream
-from cuda.core._utils.cuda_utils import CUDAError  # cuda.core raises it but does not export it
+from cuda.core._utils.cuda_utils import CUDAError as CUDAError  # cuda.core raises it but does not export it
 
 from llamatrio.backends.cuda.compiler import nvrtc_version
 from llamatrio.errors import BackendError, BackendUnavailableError
@@ -67,9 +67,12 @@ class Gpu:
             self.device.set_current()
             self._entered.done = True
 
-    def new_event(self) -> Event:
-        """An event to be recorded again and again."""
-        return self.device.create_event(_EVENT)
+    def new_event(self, owner: ExitStack) -> Event:
+        """An event to be recorded again and again, for as long as `owner` lives. Raises BackendError."""
+        with driver_errors("the driver gives no event"):
+            event = self.device.create_event(_EVENT)
+        owner.callback(event.close)
+        return event
 
     def memory(self) -> Memory:
         """What is free and what there is. Raises BackendError."""

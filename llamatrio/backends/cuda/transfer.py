@@ -86,8 +86,8 @@ class CellTransfer:
         pinned = stack.enter_context(pinned_memory(cells_at + 4 * n_records, what))
         arena = stack.enter_context(device_arena(self._gpu, cells_at + 4 * n_records, what))
         records = pinned.bytes[: n_records * self.record_bytes].reshape(n_records, -1)
-        with driver_errors("no event for a staging buffer"):
-            return CudaStaging(records, pinned, arena, cells_at, self._gpu.new_event(), self._gpu.new_event())
+        moved, landed = self._gpu.new_event(stack), self._gpu.new_event(stack)
+        return CudaStaging(records, pinned, arena, cells_at, moved, landed)
 
     def gather(self, cells: Int32Array, staging: CudaStaging) -> Gather:
         """Queues cells [n] into the first n records."""

@@ -1,0 +1,248 @@
+"""A model's weights on the device: uploaded once through pinned memory, quantized ones rearranged into planes there.
+
+The file is only mapped: its bytes go through two pinned halves, one being filled while the other is under way. A
+quantized tensor lands as it is in a load area (memory that becomes KV cells and scratch afterwards), from where
+planar_rows spreads it to its place; everything on one stream, so the next tensor finds the area free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatrio.backends.cuda.completion import Completions
+from llamatrio.backends.cuda.device import Gpu
+from llamatrio.backends.cuda.kernels import weights as kernels
+from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher
+from llamatrio.backends.cuda.kernels.rows import rope_turns
+from llamatrio.backends.cuda.kernels.weights import Matrix, WeightType, planes_bytes
+from llamatrio.backends.cuda.memory import MIB, DeviceArena, PinnedMemory, aligned
+from llamatrio.errors import ModelError, UnsupportedModelError
+from llamatrio.model.gguf import GGUFFile, TensorInfo
+from llamatrio.model.quants import dequantize
+from llamatrio.model.rope import rope_frequencies
+from llamatrio.model.spec import ModelSpec
+
+_log = logging.getLogger("llamatrio.model")
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+HALF_BYTES = 8 * MIB
+"""One of the two halves of the pinned upload buffer."""
+_SECONDS_BETWEEN_LINES = 2.0
+ROPE_FACTORS_NAME = "rope_freqs.weight"
+
+
+class LayerWeights(NamedTuple):
+    """One layer. Vectors are f32; 0 where the model has none."""
+
+    attn_norm: DevicePointer
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    q_bias: DevicePointer
+    k_bias: DevicePointer
+    v_bias: DevicePointer
+    q_norm: DevicePointer
+    k_norm: DevicePointer
+    o: Matrix
+    post_attn_norm: DevicePointer
+    ffn_norm: DevicePointer
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    post_ffn_norm: DevicePointer
+    turns: DevicePointer
+    """The rope kernel's table (kernels.rows.rope_turns)."""
+
+
+class ModelWeights(NamedTuple):
+    """All of a model."""
+
+    embedding: Matrix
+    layers: tuple[LayerWeights, ...]
+    output_norm: DevicePointer
+    head: Matrix
+
+
+class WeightSizes(NamedTuple):
+    """Bytes on the device."""
+
+    stored: int
+    """What the weights take in an arena."""
+    load_area: int
+    """The largest quantized tensor, as in the file."""
+
+
+def weight_sizes(file: GGUFFile, spec: ModelSpec) -> WeightSizes:
+    """What loading the file takes. Raises UnsupportedModelError, naming the tensor, for types without kernels."""
+    stored, load_area = 2 * aligned(4 * spec.rope.n_dims), 0
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) == 1:
+            stored += aligned(4 * tensor.shape[0])
+            continue
+        type = _weight_type(file, name, tensor)
+        stored += aligned(planes_bytes(type, *tensor.shape))
+        if not type.is_float:
+            load_area = max(load_area, aligned(file.data(name).nbytes))
+    return WeightSizes(stored, load_area)
+
+
+def _weight_type(file: GGUFFile, name: str, tensor: TensorInfo) -> WeightType:
+    if len(tensor.shape) != 2:
+        raise UnsupportedModelError(f"{file.path}: tensor {name} has {len(tensor.shape)} dimensions, not 2")
+    try:
+        return WeightType(int(tensor.type))
+    except ValueError:
+        raise UnsupportedModelError(
+            f"{file.path}: tensor {name} has the type {tensor.type.name}, which the CUDA kernels do not have"
+        ) from None
+
+
+class Uploader:
+    """Bytes to the device through the two halves of a pinned buffer; waits only for a half to be free again."""
+
+    def __init__(self, gpu: Gpu, pinned: PinnedMemory, arena: DeviceArena, done: Completions, owner: ExitStack) -> None:
+        """owner keeps the two events."""
+        self._gpu, self._pinned, self._arena, self._done = gpu, pinned, arena, done
+        self._half_bytes = len(pinned.bytes) // 2
+        self._events = (gpu.new_event(owner), gpu.new_event(owner))
+        self._pending: list[Future[None] | None] = [None, None]
+        self._half = 0
+
+    def upload(self, data: NDArray[np.uint8], to: DevicePointer) -> None:
+        """Enqueues copying bytes [n] to a device address. Raises BackendError."""
+        for first in range(0, len(data), self._half_bytes):
+            part = data[first : first + self._half_bytes]
+            half, start = self._half, self._half * self._half_bytes
+            self._wait_for(half)
+            self._pinned.bytes[start : start + len(part)] = part
+            self._pinned.upload(start, len(part), self._arena, to + first, self._gpu.compute)
+            self._gpu.compute.record(self._events[half])
+            self._pending[half] = self._done.future(self._events[half], lambda: None)
+            self._half = 1 - half
+
+    def finish(self) -> None:
+        """Waits until everything is there. Raises BackendError."""
+        for half in (0, 1):
+            self._wait_for(half)
+
+    def _wait_for(self, half: int) -> None:
+        pending = self._pending[half]
+        if pending is not None:
+            pending.result()
+
+
+class WeightLoader:
+    """Places tensors one after another in an arena."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        arena: DeviceArena,
+        load_area: DevicePointer,
+        uploader: Uploader,
+        run: Launcher,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self._file, self._spec, self._arena, self._load_area = file, spec, arena, load_area
+        self._uploader, self._run, self._on_progress = uploader, run, on_progress or log_progress()
+        self._n_done, self._n_bytes = 0, sum(file.data(name).nbytes for name in file.tensors)
+
+    def load(self) -> ModelWeights:
+        """All tensors of the model; waits until they are there. Raises ModelError, BackendError."""
+        spec = self._spec
+        turns = [self._turns(windowed=False), self._turns(windowed=True)]
+        embedding = self._matrix("token_embd.weight")
+        layers = tuple(self._layer(f"blk.{i}.", turns[spec.is_windowed(i)]) for i in range(spec.n_layer))
+        output_norm = self._vector("output_norm.weight")
+        head = embedding if spec.tied_head else self._matrix("output.weight")
+        self._uploader.finish()
+        return ModelWeights(embedding, layers, output_norm, head)
+
+    def _layer(self, prefix: str, turns: DevicePointer) -> LayerWeights:
+        vector, optional, matrix = self._vector, self._optional_vector, self._matrix
+        return LayerWeights(
+            attn_norm=vector(prefix + "attn_norm.weight"),
+            q=matrix(prefix + "attn_q.weight"),
+            k=matrix(prefix + "attn_k.weight"),
+            v=matrix(prefix + "attn_v.weight"),
+            q_bias=optional(prefix + "attn_q.bias"),
+            k_bias=optional(prefix + "attn_k.bias"),
+            v_bias=optional(prefix + "attn_v.bias"),
+            q_norm=optional(prefix + "attn_q_norm.weight"),
+            k_norm=optional(prefix + "attn_k_norm.weight"),
+            o=matrix(prefix + "attn_output.weight"),
+            post_attn_norm=optional(prefix + "post_attention_norm.weight"),
+            ffn_norm=vector(prefix + "ffn_norm.weight"),
+            gate=matrix(prefix + "ffn_gate.weight"),
+            up=matrix(prefix + "ffn_up.weight"),
+            down=matrix(prefix + "ffn_down.weight"),
+            post_ffn_norm=optional(prefix + "post_ffw_norm.weight"),
+            turns=turns,
+        )
+
+    def _turns(self, *, windowed: bool) -> DevicePointer:
+        factors = self._float32(ROPE_FACTORS_NAME) if ROPE_FACTORS_NAME in self._file.tensors else None
+        return self._place(rope_turns(rope_frequencies(self._spec.rope, factors, windowed=windowed)))
+
+    def _optional_vector(self, name: str) -> DevicePointer:
+        return self._vector(name) if name in self._file.tensors else 0
+
+    def _vector(self, name: str) -> DevicePointer:
+        self._find(name)
+        address = self._place(self._float32(name))
+        self._note(name)
+        return address
+
+    def _float32(self, name: str) -> NDArray[np.float32]:
+        return dequantize(self._file.data(name), self._file.tensors[name].type).ravel()
+
+    def _place(self, values: NDArray[np.float32]) -> DevicePointer:
+        address = self._arena.take(values.nbytes)
+        self._uploader.upload(np.ascontiguousarray(values).reshape(-1).view(np.uint8), address)
+        return address
+
+    def _matrix(self, name: str) -> Matrix:
+        tensor = self._find(name)
+        type, (n_rows, k) = _weight_type(self._file, name, tensor), tensor.shape
+        data = self._file.data(name).reshape(-1)
+        planes = self._arena.take(planes_bytes(type, n_rows, k))
+        if type.is_float:
+            self._uploader.upload(data, planes)
+        else:
+            self._uploader.upload(data, self._load_area)
+            kernels.planar_rows(self._run, self._load_area, planes, type=type, n_rows=n_rows, k=k)
+        self._note(name)
+        return Matrix(type, planes, n_rows, k)
+
+    def _find(self, name: str) -> TensorInfo:
+        if name not in self._file.tensors:
+            raise ModelError(f"{self._file.path}: tensor {name} is missing")
+        return self._file.tensors[name]
+
+    def _note(self, name: str) -> None:
+        self._n_done += self._file.data(name).nbytes
+        self._on_progress(self._n_done, self._n_bytes)
+
+
+def log_progress() -> Progress:
+    """A progress that writes a line of the log every few seconds."""
+    logged = time.monotonic()
+
+    def note(n_done: int, n_bytes: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= _SECONDS_BETWEEN_LINES:
+            logged = time.monotonic()
+            _log.info("loading weights: %d %% of %d MiB", 100 * n_done // max(n_bytes, 1), n_bytes // MIB)
+
+    return note
