@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llamatrio.model.spec import KVType
-
 MIB = 1 << 20
+
+KVType = Literal["f16", "q8_0"]
+"""How K or V is kept in the cells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from llamatrio.engine.completion import completed
 from llamatrio.engine.generation import Generation
 from llamatrio.engine.stats import Totals
 from llamatrio.errors import BackendError
-from llamatrio.kv.prompt_cache import RestoreTicket, SaveTicket
+from llamatrio.kv.node import RestoreTicket, SaveTicket
 from llamatrio.sched.scheduler import NewToken, Scheduler
-from llamatrio.sched.sequence import Sequence, Status
+from llamatrio.sched.sequence import Sequence
 
 _log = logging.getLogger("llamatrio.engine")
 
@@ -139,7 +139,7 @@ class Decoder:
         piece = b"" if seq.finish_reason == "stop" else self._piece(token.choice.id)
         if generation.put(token.choice, piece, now) is not None:
             # The stop string may have been completed by a token that ended the sequence for another reason.
-            if seq.status is Status.FINISHED:
+            if seq.is_finished:
                 seq.finish_reason = "word"
             else:
                 self.scheduler.finish(seq, "word", now)

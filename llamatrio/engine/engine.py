@@ -23,11 +23,11 @@ from llamatrio.engine.staging import StagingPool
 from llamatrio.engine.stats import EngineStats, LaneStats, Totals
 from llamatrio.errors import ContextOverflowError, LlamatrioError, OverloadedError, RequestError
 from llamatrio.kv.cells import KVCells
-from llamatrio.kv.prompt_cache import PromptCache, RestoreTicket, SaveTicket
+from llamatrio.kv.node import RestoreTicket, SaveTicket
+from llamatrio.kv.prompt_cache import PromptCache
 from llamatrio.model.model import Model, open_model
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
-from llamatrio.sched.sequence import Status
 from llamatrio.sched.types import Request, SamplingParams
 
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
@@ -144,7 +144,7 @@ class Engine:
     def _lanes(self) -> tuple[LaneStats, ...]:
         lanes = [LaneStats(lane, n_ctx=self.n_ctx_seq) for lane in range(self.config.n_parallel)]
         for seq in self._scheduler.running:
-            if seq.lane is not None and seq.status is not Status.FINISHED:
+            if seq.lane is not None and not seq.is_finished:
                 lanes[seq.lane] = LaneStats(
                     seq.lane, True, seq.id, self.n_ctx_seq, seq.n_prompt, seq.n_cached, seq.n_predicted, seq.request
                 )

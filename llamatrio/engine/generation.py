@@ -11,7 +11,7 @@ import trio
 
 from llamatrio.engine.events import Finished, Progress, TokenEvent
 from llamatrio.sched.sampler import Choice
-from llamatrio.sched.sequence import Sequence, Status
+from llamatrio.sched.sequence import Sequence
 from llamatrio.sched.text import TextAssembler
 
 MAX_BEHIND = 64
@@ -89,7 +89,7 @@ class Generation:
         self._put(TokenEvent(shown.text, (choice.id,), probs))
         if shown.stopping_word is not None:
             self.stopping_word = shown.stopping_word
-        elif self._n_behind() >= MAX_BEHIND and self.seq.status is not Status.FINISHED:
+        elif self._n_behind() >= MAX_BEHIND and not self.seq.is_finished:
             self.seq.is_paused = True
         return shown.stopping_word
 

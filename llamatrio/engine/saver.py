@@ -23,8 +23,9 @@ from llamatrio.engine.completion import RunBlocking, completed
 from llamatrio.engine.staging import StagingPool
 from llamatrio.engine.stats import Totals
 from llamatrio.errors import BackendError
+from llamatrio.kv.node import RestoreTicket, SaveTicket
 from llamatrio.kv.packed import PackedKV, page_sizes
-from llamatrio.kv.prompt_cache import PromptCache, RestoreTicket, SaveTicket
+from llamatrio.kv.prompt_cache import PromptCache
 
 _log = logging.getLogger("llamatrio.cache")
 

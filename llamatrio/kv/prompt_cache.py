@@ -25,103 +25,22 @@ State of a node       cells   records   what may happen
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
+from llamatrio.kv.cache_counters import CacheCounters, Ghosts
 from llamatrio.kv.cells import Int32Array, KVCells
+from llamatrio.kv.node import (
+    Match,
+    Node,
+    RestoreTicket,
+    SaveTicket,
+    common_prefix,
+    depth_of,
+    path_up,
+)
 from llamatrio.kv.packed import PackedKV, UInt8Array
-
-N_GHOSTS = 4096
-"""How many evicted prefixes are remembered, so that a miss can be told from an eviction."""
-GHOST_TOKENS = 16
-
-
-class Node:
-    """A run of tokens in the tree, and its KV."""
-
-    __slots__ = ("busy", "cells", "children", "last_used", "n_users", "parent", "records", "refused", "tokens")
-
-    def __init__(self, tokens: Int32Array, parent: Node | None) -> None:
-        self.tokens = tokens
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        self.cells: Int32Array | None = None
-        self.records: PackedKV | None = None
-        self.n_users = 0
-        self.busy: SaveTicket | RestoreTicket | None = None
-        self.refused = False
-        """The budget cannot take it: do not try to save it again."""
-        self.last_used = 0.0
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_resident(self) -> bool:
-        """Its KV is in cells of the pool."""
-        return self.cells is not None
-
-    @property
-    def is_dirty(self) -> bool:
-        """Its KV is in cells only."""
-        return self.cells is not None and self.records is None
-
-
-class Match(NamedTuple):
-    """The longest known prefix of a prompt."""
-
-    node: Node
-    """Where the prefix ends; the scope's root when nothing matched."""
-    n_tokens: int
-    n_resident: int
-    """Tokens of the path before the first node that is not resident."""
-    to_restore: tuple[Node, ...]
-    """Nodes of the path that are not resident, from the root on."""
-
-
-@dataclass(slots=True, eq=False)
-class SaveTicket:
-    """The right to publish the records of some nodes. Ends by commit_save or abort_save, exactly once."""
-
-    nodes: list[Node]
-    cells: Int32Array
-    """[n] pinned until unpin_save; their records are what commit_save wants, in this order."""
-    n_prefix: int
-    """Tokens of the whole prefix that becomes restorable."""
-    reserved_bytes: int
-    is_pinned: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class RestoreTicket:
-    """The right to make some nodes resident again. Ends by commit_restore or abort_restore, exactly once."""
-
-    nodes: list[Node]
-    cells: Int32Array
-    """[n] taken from the pool for the nodes' records, in this order."""
-    records: tuple[PackedKV, ...]
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """What has happened since the start; counters never fall."""
-
-    hits: int = 0
-    hit_tokens_resident: int = 0
-    hit_tokens_restored: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    """By reason: no_entry, evicted, other_scope, disabled, failed_restore."""
-    saves: int = 0
-    save_bytes: int = 0
-    saves_aborted: int = 0
-    saves_refused: int = 0
-    restores: int = 0
-    restore_bytes: int = 0
-    evicted_bytes: int = 0
 
 
 class PromptCache:
@@ -139,7 +58,7 @@ class PromptCache:
         self.counters = CacheCounters()
         self._cells = cells
         self._roots: dict[str, Node] = {}
-        self._ghosts: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._ghosts = Ghosts()
 
     # ---------------------------------------------------------------- matching
 
@@ -149,7 +68,7 @@ class PromptCache:
         n = n_resident = 0
         to_restore: list[Node] = []
         while n < len(tokens) and (child := node.children.get(int(tokens[n]))) is not None:
-            same = _common_prefix(child.tokens, tokens[n:])
+            same = common_prefix(child.tokens, tokens[n:])
             node = child if same == len(child) else self._cut(child, same)
             node.last_used = now
             n += len(node)
@@ -168,14 +87,24 @@ class PromptCache:
         else:
             self.counters.misses[self._miss_reason(scope, tokens)] += 1
 
+    def _miss_reason(self, scope: str, tokens: Int32Array) -> str:
+        if self.budget_bytes == 0:
+            return "disabled"
+        if self._ghosts.remembers(scope, tokens):
+            return "evicted"
+        first = int(tokens[0]) if len(tokens) else -1
+        if any(first in root.children for other, root in self._roots.items() if other != scope):
+            return "other_scope"
+        return "no_entry"
+
     def lock(self, node: Node) -> None:
         """A sequence stands on this node (rule 2)."""
-        for step in _path(node):
+        for step in path_up(node):
             step.n_users += 1
 
     def unlock(self, node: Node) -> None:
         """Ends a lock."""
-        for step in _path(node):
+        for step in path_up(node):
             assert step.n_users > 0, "a node was unlocked more often than locked"
             step.n_users -= 1
 
@@ -189,7 +118,7 @@ class PromptCache:
         the sequence's. The lock moves to the node returned, which ends as far as the tree could follow.
         """
         start = node
-        for step in _path(node):
+        for step in path_up(node):
             step.last_used = now
         while len(tokens):
             child = node.children.get(int(tokens[0]))
@@ -199,7 +128,7 @@ class PromptCache:
                 break
             if isinstance(child.busy, RestoreTicket):
                 break  # its cells are being written; the sequence keeps its own
-            same = _common_prefix(child.tokens, tokens)
+            same = common_prefix(child.tokens, tokens)
             node = child if same == len(child) else self._cut(child, same)
             node.last_used = now
             self._join(lane, node, p0)
@@ -223,7 +152,7 @@ class PromptCache:
 
         None when there is nothing to save, or when the budget cannot take it now.
         """
-        nodes = [step for step in reversed(list(_path(node))) if step.is_dirty and not (step.busy or step.refused)]
+        nodes = [step for step in reversed(list(path_up(node))) if step.is_dirty and not (step.busy or step.refused)]
         n = sum(len(step) for step in nodes)
         if n == 0 or self.budget_bytes == 0:
             return None
@@ -235,7 +164,7 @@ class PromptCache:
             return None
         cells = np.concatenate([step.cells for step in nodes if step.cells is not None])
         self._cells.pin(cells)
-        ticket = SaveTicket(nodes, cells, _depth(node), n * self.record_bytes)
+        ticket = SaveTicket(nodes, cells, depth_of(node), n * self.record_bytes)
         self.used_bytes += ticket.reserved_bytes
         self.n_saving += 1
         for step in nodes:
@@ -338,7 +267,7 @@ class PromptCache:
             idle = [x for x in self.nodes() if x.cells is not None and not x.n_users and not x.busy and may_go(x)]
             if not idle:
                 break
-            for node in sorted(idle, key=lambda x: (x.last_used, -_depth(x))):
+            for node in sorted(idle, key=lambda x: (x.last_used, -depth_of(x))):
                 if self._cells.n_free - before >= n:
                     break
                 assert node.cells is not None
@@ -360,7 +289,7 @@ class PromptCache:
             victims = [node for node in self.nodes() if node.records is not None and self._can_drop_records(node)]
             if not victims:
                 return False
-            for node in sorted(victims, key=lambda x: (x.last_used, -_depth(x))):
+            for node in sorted(victims, key=lambda x: (x.last_used, -depth_of(x))):
                 self._drop_records(node)
                 if self.used_bytes + n_bytes <= self.budget_bytes:
                     break
@@ -381,7 +310,9 @@ class PromptCache:
     def _remove_if_empty(self, node: Node) -> None:
         if node.cells is None and node.records is None and not node.children and node.parent is not None:
             assert not node.n_users
-            self._remember(node)
+            steps = list(path_up(node))
+            scope = next(name for name, root in self._roots.items() if root is steps[-1].parent)
+            self._ghosts.add(scope, np.concatenate([step.tokens for step in reversed(steps)]))
             del node.parent.children[int(node.tokens[0])]
 
     # ---------------------------------------------------------------- looking
@@ -407,7 +338,7 @@ class PromptCache:
     def path(self, node: Node, n_tokens: int) -> list[Node]:
         """The nodes from the root to `node` that spell its first n_tokens tokens, which end with one of them."""
         nodes: list[Node] = []
-        for step in reversed(list(_path(node))):
+        for step in reversed(list(path_up(node))):
             if n_tokens <= 0:
                 break
             nodes.append(step)
@@ -417,7 +348,7 @@ class PromptCache:
 
     def depth(self, node: Node) -> int:
         """Tokens from the root to the end of `node`."""
-        return _depth(node)
+        return depth_of(node)
 
     def check_invariants(self) -> None:
         """Asserts the rules, and that the books of bytes agree with what is held."""
@@ -482,46 +413,3 @@ class PromptCache:
             at = node.busy.nodes.index(node)
             node.busy.nodes.insert(at, upper)
         return upper
-
-    # ---------------------------------------------------------------- why a lookup missed
-
-    def _miss_reason(self, scope: str, tokens: Int32Array) -> str:
-        if self.budget_bytes == 0:
-            return "disabled"
-        key = _ghost_key(scope, tokens)
-        if key in self._ghosts:
-            return "evicted"
-        first = int(tokens[0]) if len(tokens) else -1
-        if any(first in root.children for other, root in self._roots.items() if other != scope):
-            return "other_scope"
-        return "no_entry"
-
-    def _remember(self, node: Node) -> None:
-        steps = list(_path(node))
-        root = steps[-1].parent if steps else None
-        scope = next((name for name, r in self._roots.items() if r is root), "")
-        tokens = np.concatenate([step.tokens for step in reversed(steps)])
-        self._ghosts[_ghost_key(scope, tokens)] = None
-        if len(self._ghosts) > N_GHOSTS:
-            self._ghosts.popitem(last=False)
-
-
-def _path(node: Node) -> Iterator[Node]:
-    """The node and its ancestors, the root left out."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
-
-
-def _depth(node: Node) -> int:
-    return sum(len(step) for step in _path(node))
-
-
-def _common_prefix(a: Int32Array, b: Int32Array) -> int:
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
-
-
-def _ghost_key(scope: str, tokens: Int32Array) -> tuple[str, bytes]:
-    return scope, tokens[:GHOST_TOKENS].tobytes()

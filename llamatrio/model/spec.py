@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-KVType = Literal["f16", "q8_0"]
+from llamatrio.config import KVType as KVType
 
 
 @dataclass(frozen=True, slots=True)

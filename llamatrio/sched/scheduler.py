@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from llamatrio.kv.cells import Int32Array, KVCells
-from llamatrio.kv.prompt_cache import Node, PromptCache, RestoreTicket, SaveTicket
-from llamatrio.sched import sampler
+from llamatrio.kv.node import Node, RestoreTicket, SaveTicket
+from llamatrio.kv.prompt_cache import PromptCache
+from llamatrio.sched.flight import Flight
 from llamatrio.sched.pace import Pace
-from llamatrio.sched.sampler import Choice, Row
+from llamatrio.sched.sampler import Choice
 from llamatrio.sched.sequence import Sequence, Status
-from llamatrio.sched.types import Batch, FinishReason, Request, Run, StepOutput
+from llamatrio.sched.types import Batch, FinishReason, Request, StepOutput
 
 PIECE = 64
 """Prompts are cut at multiples of this many positions."""
@@ -64,16 +63,6 @@ class Limits:
     save_when_idle: bool = True
 
 
-@dataclass(slots=True)
-class Planned:
-    """A batch in the making."""
-
-    runs: list[Run] = field(default_factory=list)
-    seqs: list[Sequence] = field(default_factory=list)
-    cells: list[Int32Array] = field(default_factory=list)
-    n_rows: int = 0
-
-
 class Scheduler:
     """Waiting and running sequences over one pool of cells."""
 
@@ -92,10 +81,8 @@ class Scheduler:
         """Somebody who runs did not get the cells it needs: nobody is admitted (a preempted sequence would come
         back to the cells it was just sent away from)."""
         self._free_lanes = list(range(limits.n_parallel))
-        self._in_flight: list[tuple[Sequence, Run]] = []
-        self._out: list[Sequence] = []
-        self._full: dict[int, int] = {}
-        """Of the batch in flight: index into _out -> index of its whole row in the output."""
+        self._flight: Flight | None = None
+        """The step in flight."""
         self._jobs: list[SaveTicket | RestoreTicket] = []
         self._finished: list[Sequence] = []
         self._restoring: dict[int, list[Sequence]] = {}
@@ -114,7 +101,7 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
         """Ends a sequence; what it computed becomes an idle prefix. Idempotent."""
-        if seq.status is Status.FINISHED:
+        if seq.is_finished:
             return
         was = seq.status
         self._end(seq, reason)
@@ -135,7 +122,7 @@ class Scheduler:
 
     def in_flight(self) -> list[Sequence]:
         """The sequences of the batch that schedule returned last, one for each of its runs."""
-        return [seq for seq, _ in self._in_flight]
+        return [part.seq for part in self._flight.parts] if self._flight else []
 
     def take_finished(self) -> list[Sequence]:
         """Sequences that have ended since the last call, for whatever reason."""
@@ -146,40 +133,41 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's batch, or None when nothing can run now."""
-        assert not self._in_flight
+        assert self._flight is None
         while True:
             n_retired = self._n_retired
             if not (self._is_short and self.running):
                 self._admit(now)
             self._is_short = False
-            planned = Planned()
+            planned = Flight(self.limits.eog_ids)
             for seq in list(self.running):  # may shrink on the way, by preemption
                 if self._is_runnable(seq) and seq.is_decoding:
                     self._plan_decode(planned, seq, now)
             self._plan_prompts(planned, now)
-            if planned.runs:
-                return self._batch(planned)
+            if planned.parts:
+                self._flight = planned
+                return planned.batch(self.cells.table)
             if self._n_retired == n_retired:
                 return None
             # Somebody had to go and nobody runs yet: the lanes and cells that became free are for those who wait.
 
     def update(self, output: StepOutput, now: float) -> list[NewToken]:
         """Takes a step's result: advances the sequences, chooses their tokens, and ends those that are done."""
-        flight, self._in_flight = self._in_flight, []
+        flight = self._land()
         self.n_steps += 1
+        runs = [part.run for part in flight.parts]
         self.pace.observe(
-            n_decode=sum(run.is_decode for _, run in flight),
-            n_prompt=sum(run.n_rows for _, run in flight if not run.is_decode),
+            n_decode=sum(run.is_decode for run in runs),
+            n_prompt=sum(run.n_rows for run in runs if not run.is_decode),
             seconds=output.seconds,
         )
-        for seq, run in flight:
+        for seq, run, _ in flight.parts:
             seq.n_past += run.n_rows
-            if seq.request.max_tokens == 0 and seq.n_pending == 0 and not _is_done(seq):
+            if seq.request.max_tokens == 0 and seq.n_pending == 0 and not seq.is_finished:
                 self._end(seq, "length")
-        new = [self._take_token(seq, output, i, now) for i, seq in enumerate(self._out) if not _is_done(seq)]
-        self._out = []
-        for seq, run in flight:
-            if _is_done(seq):
+        new = [self._take_token(seq, choice, now) for seq, choice in flight.choices(output)]
+        for seq, run, _ in flight.parts:
+            if seq.is_finished:
                 self._retire(seq, now)
             elif not run.is_decode and seq.n_past == seq.n_prompt:
                 self._share(seq, seq.n_prompt, now)
@@ -187,14 +175,19 @@ class Scheduler:
 
     def fail_step(self, now: float) -> list[Sequence]:
         """The step in flight failed: its sequences end, and the cells it wrote are given up. Returns them."""
-        flight, self._in_flight, self._out = self._in_flight, [], []
-        for seq, _ in flight:
+        seqs = [part.seq for part in self._land().parts]
+        for seq in seqs:
             assert seq.lane is not None
             self.cells.seq_rm(seq.lane, seq.n_past)
-            if not _is_done(seq):
+            if not seq.is_finished:
                 self._end(seq, "error")
             self._retire(seq, now)
-        return [seq for seq, _ in flight]
+        return seqs
+
+    def _land(self) -> Flight:
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        return flight
 
     # ---------------------------------------------------------------- saves and restores that ended
 
@@ -209,7 +202,7 @@ class Scheduler:
                 seq.may_restore = False
             self.cache.abort_restore(ticket, forget=True)
         for seq in seqs:
-            if _is_done(seq):
+            if seq.is_finished:
                 self._retire(seq, now)
             else:
                 self._enter(seq, now)
@@ -247,12 +240,11 @@ class Scheduler:
         With fewer it would evaluate again what is saved: that takes as many cells and more time, and a preempted
         sequence would go on with other numbers than it had.
         """
-        if (room := self._reserve(min(seq.n_pending, PIECE))) == "ok":
-            match = self.cache.match_prefix(seq.request.scope, self._known(seq), now)
-            n_missing = sum(len(node) for node in match.to_restore if not node.busy) if seq.may_restore else 0
-            self.cache.lock(match.node)  # its resident part must not make room for the rest
-            room = self._reserve(n_missing + min(seq.n_pending - match.n_tokens, PIECE))
-            self.cache.unlock(match.node)
+        match = self.cache.match_prefix(seq.request.scope, self._known(seq), now)
+        n_missing = sum(len(node) for node in match.to_restore if not node.busy) if seq.may_restore else 0
+        self.cache.lock(match.node)  # its resident part must not make room for the rest
+        room = self._reserve(n_missing + min(seq.n_pending - match.n_tokens, PIECE))
+        self.cache.unlock(match.node)
         return room == "ok" or (room == "full" and not self.running)
 
     def _known(self, seq: Sequence) -> Int32Array:
@@ -314,7 +306,7 @@ class Scheduler:
     def _is_runnable(self, seq: Sequence) -> bool:
         return seq.status is Status.RUNNING and not seq.is_paused
 
-    def _plan_decode(self, planned: Planned, seq: Sequence, now: float) -> None:
+    def _plan_decode(self, planned: Flight, seq: Sequence, now: float) -> None:
         while (room := self._reserve(1)) == "full" and self._take_from_youngest(seq, now):
             pass
         if room == "ok":
@@ -332,7 +324,7 @@ class Scheduler:
             self.finish(seq, "length", now)
         return False
 
-    def _plan_prompts(self, planned: Planned, now: float) -> None:
+    def _plan_prompts(self, planned: Flight, now: float) -> None:
         limit = min(self.limits.n_batch - planned.n_rows, self.limits.n_ubatch)
         budget = self.pace.prompt_rows(n_decode=planned.n_rows, limit=limit, piece=PIECE)
         for seq in [s for s in self.running if self._is_runnable(s) and not s.is_decoding]:
@@ -345,55 +337,19 @@ class Scheduler:
             self._plan(planned, seq, n, is_decode=False)
             budget -= n
 
-    def _make_room_for_prompt(self, planned: Planned, seq: Sequence, n: int, now: float) -> bool:
+    def _make_room_for_prompt(self, planned: Flight, seq: Sequence, n: int, now: float) -> bool:
         """A prompt waits for cells as long as anybody else makes progress; only then does it take them."""
-        while (room := self._reserve(n)) == "full" and not planned.runs:
+        while (room := self._reserve(n)) == "full" and not planned.parts:
             if not self._take_from_youngest(seq, now):
                 break
         self._is_short = room != "ok"
         return room == "ok"
 
-    def _plan(self, planned: Planned, seq: Sequence, n: int, *, is_decode: bool) -> None:
+    def _plan(self, planned: Flight, seq: Sequence, n: int, *, is_decode: bool) -> None:
         assert seq.lane is not None
-        planned.runs.append(Run(seq.lane, planned.n_rows, n, seq.n_past, is_decode))
-        planned.seqs.append(seq)
-        planned.cells.append(self.cells.seq_grow(seq.lane, n))
-        planned.n_rows += n
+        planned.add(seq, self.cells.seq_grow(seq.lane, n), is_decode=is_decode)
 
-    def _batch(self, planned: Planned) -> Batch:
-        self._in_flight = list(zip(planned.seqs, planned.runs, strict=True))
-        out = [(seq, run) for seq, run in self._in_flight if _wants_token(seq, run)]
-        self._out = [seq for seq, _ in out]
-        wanted = [self._n_candidates(seq) for seq in self._out]
-        whole = [i for i, n in enumerate(wanted) if n is None]
-        self._full = {i: at for at, i in enumerate(whole)}
-        return Batch(
-            tokens=np.concatenate([seq.array(run.pos0, run.pos0 + run.n_rows) for seq, run in self._in_flight]),
-            positions=np.concatenate([np.arange(r.pos0, r.pos0 + r.n_rows, dtype=np.int32) for r in planned.runs]),
-            lanes=np.concatenate([np.full(r.n_rows, r.lane, np.int32) for r in planned.runs]),
-            cells=np.concatenate(planned.cells),
-            runs=tuple(planned.runs),
-            cell_table=self.cells.table,
-            out_rows=np.array([run.row + run.n_rows - 1 for _, run in out], np.int32),
-            n_candidates=max((n for n in wanted if n is not None), default=1),
-            full_rows=np.array(whole, np.int32),
-        )
-
-    def _n_candidates(self, seq: Sequence) -> int | None:
-        params = seq.request.sampling
-        return sampler.n_candidates(params, len(sampler.window(seq.tokens, params)), len(self._banned(seq)))
-
-    # ---------------------------------------------------------------- tokens
-
-    def _take_token(self, seq: Sequence, output: StepOutput, i: int, now: float) -> NewToken:
-        at = self._full.get(i)
-        row = Row(
-            output.ids[i].tolist(),
-            output.logits[i].tolist(),
-            float(output.logsumexp[i]),
-            None if at is None else output.full[at],
-        )
-        choice = sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
+    def _take_token(self, seq: Sequence, choice: Choice, now: float) -> NewToken:
         seq.tokens.append(choice.id)
         if seq.first_token_at is None:
             seq.first_token_at = now
@@ -402,11 +358,6 @@ class Scheduler:
         elif seq.n_predicted == seq.request.max_tokens or len(seq.tokens) >= self.limits.n_ctx_seq:
             self._end(seq, "length")
         return NewToken(seq, choice)
-
-    def _banned(self, seq: Sequence) -> Collection[int]:
-        """End-of-generation tokens, where they must not be chosen (yet)."""
-        params = seq.request.sampling
-        return self.limits.eog_ids if params.ignore_eos or seq.n_predicted < params.min_tokens else ()
 
     # ---------------------------------------------------------------- leaving
 
@@ -464,7 +415,7 @@ class Scheduler:
         return "ok" if n <= self.cells.n_free else "full"
 
     def _is_in_flight(self, seq: Sequence) -> bool:
-        return any(other is seq for other, _ in self._in_flight)
+        return self._flight is not None and seq in self._flight
 
     def check_invariants(self) -> None:
         """Asserts that lanes, sequences, cells and cache agree."""
@@ -483,14 +434,6 @@ class Scheduler:
             assert seq.lane is None
         self.cache.check_invariants()
         self.cells.check_invariants(self.cache.held_cells())
-
-
-def _is_done(seq: Sequence) -> bool:
-    return seq.status is Status.FINISHED
-
-
-def _wants_token(seq: Sequence, run: Run) -> bool:
-    return seq.n_past + run.n_rows == len(seq.tokens) and seq.request.max_tokens != 0
 
 
 def _piece(n_past: int, n_pending: int, budget: int) -> int:

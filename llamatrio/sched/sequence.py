@@ -7,7 +7,7 @@ from enum import Enum, auto
 import numpy as np
 
 from llamatrio.kv.cells import Int32Array
-from llamatrio.kv.prompt_cache import Node
+from llamatrio.kv.node import Node
 from llamatrio.sched.types import FinishReason, Request
 
 
@@ -60,6 +60,11 @@ class Sequence:
         self.arrived = now
         self.started: float | None = None
         self.first_token_at: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """It has ended, for whatever reason."""
+        return self.status is Status.FINISHED
 
     @property
     def n_predicted(self) -> int:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llamatrio.kv.cells import KVCells
+from llamatrio.kv.node import Node, RestoreTicket, SaveTicket
 from llamatrio.kv.packed import page_sizes
-from llamatrio.kv.prompt_cache import Node, PromptCache, RestoreTicket, SaveTicket
+from llamatrio.kv.prompt_cache import PromptCache
 
 RECORD = 8
 BUDGET = 40 * RECORD

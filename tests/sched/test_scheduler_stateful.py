@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llamatrio.kv.cells import KVCells
+from llamatrio.kv.node import RestoreTicket, SaveTicket
 from llamatrio.kv.packed import page_sizes
-from llamatrio.kv.prompt_cache import PromptCache, RestoreTicket, SaveTicket
+from llamatrio.kv.prompt_cache import PromptCache
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
 from llamatrio.sched.sequence import Sequence, Status

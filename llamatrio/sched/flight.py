@@ -1,0 +1,93 @@
+"""A step on its way: planned run by run, then in flight as a batch, then read row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from llamatrio.kv.cells import Int32Array
+from llamatrio.sched import sampler
+from llamatrio.sched.sampler import Choice, Row
+from llamatrio.sched.sequence import Sequence
+from llamatrio.sched.types import Batch, Run, StepOutput
+
+
+class Part(NamedTuple):
+    """One sequence's share of a step."""
+
+    seq: Sequence
+    run: Run
+    cells: Int32Array
+
+
+class Flight:
+    """The parts of a step. Owned by the scheduler."""
+
+    def __init__(self, eog_ids: Collection[int]) -> None:
+        self.parts: list[Part] = []
+        self.n_rows = 0
+        self._eog_ids = eog_ids
+        self._out: list[Part] = []
+        """Parts whose last row's logits are wanted, in order."""
+        self._whole: dict[int, int] = {}
+        """Index into _out -> index of its whole row in the output."""
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return any(part.seq is seq for part in self.parts)
+
+    def add(self, seq: Sequence, cells: Int32Array, *, is_decode: bool) -> None:
+        """Plans the sequence's next len(cells) tokens."""
+        assert seq.lane is not None
+        self.parts.append(Part(seq, Run(seq.lane, self.n_rows, len(cells), seq.n_past, is_decode), cells))
+        self.n_rows += len(cells)
+
+    def batch(self, cell_table: Int32Array) -> Batch:
+        """What the device gets."""
+        runs = [part.run for part in self.parts]
+        self._out = [part for part in self.parts if _wants_token(part)]
+        wanted = [self._n_candidates(part.seq) for part in self._out]
+        whole = [i for i, n in enumerate(wanted) if n is None]
+        self._whole = {i: at for at, i in enumerate(whole)}
+        return Batch(
+            tokens=np.concatenate([seq.array(run.pos0, run.pos0 + run.n_rows) for seq, run, _ in self.parts]),
+            positions=np.concatenate([np.arange(run.pos0, run.pos0 + run.n_rows, dtype=np.int32) for run in runs]),
+            lanes=np.concatenate([np.full(run.n_rows, run.lane, np.int32) for run in runs]),
+            cells=np.concatenate([part.cells for part in self.parts]),
+            runs=tuple(runs),
+            cell_table=cell_table,
+            out_rows=np.array([part.run.row + part.run.n_rows - 1 for part in self._out], np.int32),
+            n_candidates=max((n for n in wanted if n is not None), default=1),
+            full_rows=np.array(whole, np.int32),
+        )
+
+    def choices(self, output: StepOutput) -> list[tuple[Sequence, Choice]]:
+        """The next token of every sequence that wanted one and is still there."""
+        return [
+            (part.seq, self._choose(part.seq, self._row(output, i)))
+            for i, part in enumerate(self._out)
+            if not part.seq.is_finished
+        ]
+
+    def _choose(self, seq: Sequence, row: Row) -> Choice:
+        return sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
+
+    def _row(self, output: StepOutput, i: int) -> Row:
+        at = self._whole.get(i)
+        full = None if at is None else output.full[at]
+        return Row(output.ids[i].tolist(), output.logits[i].tolist(), float(output.logsumexp[i]), full)
+
+    def _n_candidates(self, seq: Sequence) -> int | None:
+        params = seq.request.sampling
+        return sampler.n_candidates(params, len(sampler.window(seq.tokens, params)), len(self._banned(seq)))
+
+    def _banned(self, seq: Sequence) -> Collection[int]:
+        """End-of-generation tokens, where they must not be chosen (yet)."""
+        params = seq.request.sampling
+        return self._eog_ids if params.ignore_eos or seq.n_predicted < params.min_tokens else ()
+
+
+def _wants_token(part: Part) -> bool:
+    seq, run, _ = part
+    return seq.n_past + run.n_rows == len(seq.tokens) and seq.request.max_tokens != 0
