@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import inspect
+import logging
 import os
 import tempfile
 import threading
@@ -29,6 +30,8 @@ from llamatrio.backends.cpu.vector import Asm, i64
 
 Emit = Callable[..., None]
 """emit(asm, *args): writes the kernel's body; every args[i] is an i64 value."""
+
+_log = logging.getLogger("llamatrio.cpu")
 
 _lock = threading.RLock()
 _addresses: dict[tuple[str, str], int] = {}
@@ -48,10 +51,17 @@ def compile_kernel(name: str, emit: Emit, level: Level | None = None) -> int:
             path = config.cache_dir() / "kernels" / code_fingerprint(level) / f"{name}.{level.name}.o"
             code = _read_entry(path)
             if code is None:
+                _announce_compilation(level.name)
                 code = _build_object(name, emit, level)
                 _write_entry(path, code)
             _addresses[key] = _load_object(name, code, level)
         return _addresses[key]
+
+
+@cache
+def _announce_compilation(level_name: str) -> None:
+    """Once per process and level: the first start on a machine takes seconds longer, and should say why."""
+    _log.info("compiling the %s kernels for this processor: this start takes some seconds more", level_name)
 
 
 def python_function(address: int, n_args: int) -> Callable[..., None]:
