@@ -54,7 +54,7 @@ def _head_inputs(step, layers, matrices, member, n_members):
 @njit
 def _head_product(step, matrices, first_place, m, member, n_members):
     head = matrices[len(matrices) - 1]
-    n_embd, ld_out = step[t.N_EMBD], 4 * step[t.N_LOGITS]
+    n_embd, ld_out = step[t.N_EMBD], step[t.LD_LOGITS]
     x = step[t.HEAD_F32] + 4 * first_place * n_embd
     if head[t.M_TAKES_Q8]:
         x = step[t.HEAD_Q8] + 2 * first_place * n_embd
@@ -72,7 +72,7 @@ def _scan_segments(step, m, member, n_members):
     for unit in range(first, last):
         place, start = unit // n_segments, unit % n_segments * SEGMENT
         n = min(SEGMENT, n_logits - start)
-        logits = step[t.LOGITS] + 4 * (place * n_logits + start)
+        logits = step[t.LOGITS] + place * step[t.LD_LOGITS] + 4 * start
         if step[t.FINAL_CAP]:
             call_kernel(step[t.F_SOFT_CAP], logits, n, step[t.FINAL_CAP])
         for i in range(max(0, step[t.N_VOCAB] - start), n):
@@ -88,7 +88,7 @@ def _select_rows(step, first_place, m, member, n_members):
     n_segments = (n_logits + SEGMENT - 1) // SEGMENT
     first, last = share(m, member, n_members)
     for i in range(first, last):
-        place, logits = first_place + i, step[t.LOGITS] + 4 * i * n_logits
+        place, logits = first_place + i, step[t.LOGITS] + i * step[t.LD_LOGITS]
         log_sum = log_sum_exp(step[t.SEGMENTS] + 8 * i * n_segments, n_segments)
         store_f32(step[t.LOG_SUMS], place, float32(log_sum))
         maxima = step[t.MAXIMA] + 4 * i * (n_logits // BLOCK)

@@ -211,6 +211,7 @@ def _dimensions(spec: ModelSpec, shape: AttentionShape, pool: CellPool) -> dict[
         t.V_IS_Q8: shape.type_v == "q8_0",
         t.QUERY_BYTES: att.query_bytes(shape.type_k, spec.head_dim),
         t.LD_QKV: row_stride(n_qkv(spec)),
+        t.LD_LOGITS: row_stride(n_padded_logits(spec)),
         t.LD_LAYER_OUT: row_stride(spec.n_embd),
         t.STATE_BYTES: att.state_bytes(spec.head_dim),
     }

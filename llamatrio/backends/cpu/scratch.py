@@ -83,7 +83,7 @@ def _model_buffers(spec: ModelSpec, shape: AttentionShape, rows: int) -> dict[in
         t.INPUT_BF16: bf16_bytes(rows, widest),
         t.HEAD_Q8: q8_bytes(rows, spec.n_embd),
         t.HEAD_F32: 4 * rows * spec.n_embd,
-        t.LOGITS: 4 * HEAD_ROWS * n_logits,
+        t.LOGITS: HEAD_ROWS * row_stride(n_logits),
         t.MAXIMA: 4 * HEAD_ROWS * (n_logits // BLOCK),
         t.SEGMENTS: 8 * HEAD_ROWS * -(-n_logits // SEGMENT),
     }

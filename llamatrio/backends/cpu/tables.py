@@ -108,6 +108,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     HEAD_Q8,
     HEAD_F32,
     LOGITS,
+    LD_LOGITS,
     HEAD_ROWS,
     MAXIMA,
     SEGMENTS,
@@ -145,7 +146,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     TOP_IDS,
     LOG_SUMS,
     N_STEP_FIELDS,
-) = range(98)
+) = range(99)
 
 MOST_PRIVATE_ROWS = 16
 """Decode rows up to which every member may keep its own copy of the rows (see step.py)."""
