@@ -20,17 +20,13 @@
 
 constexpr int WARPS = 4, STEP = 16, HEADS = 8, SPANS = D / 32;
 
-// Query rows as A fragments: dims 32 s + 8 q + {0..3} are step 2 s, {4..7} step 2 s + 1.
-__device__ __forceinline__ void load_query(unsigned (*a)[4], const float* __restrict__ q, bool inside) {
-#pragma unroll
-    for (int s = 0; s < SPANS; ++s) {
-        const float4* from = (const float4*)(q + 32 * s + 8 * fragment_quad());
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float4 v = inside ? from[half] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            unsigned* to = a[2 * s + half];
-            to[0] = pack_half2(v.x, v.y), to[2] = pack_half2(v.z, v.w), to[1] = to[3] = 0;
-        }
+// The query as A fragments, for all warps: dims 32 s + 8 q + {0..3} are fragment 2 s, {4..7} fragment 2 s + 1. Rows
+// g + 8 are zeros and not kept.
+__device__ __forceinline__ void load_query(uint2 (*to)[WARP], const float* __restrict__ q, bool inside) {
+    for (int i = warp_id(); i < 2 * SPANS; i += WARPS) {
+        const float4* from = (const float4*)(q + i / 2 * 32 + 8 * fragment_quad());
+        const float4 v = inside ? from[i % 2] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        to[i][lane_id()] = make_uint2(pack_half2(v.x, v.y), pack_half2(v.z, v.w));
     }
 }
 
@@ -56,7 +52,7 @@ struct Softmax {
 };
 
 // Scores of 16 cells for the heads g: p[n][i] is cell 8 n + 2 q + i.
-__device__ __forceinline__ void scores16(float (*p)[2], const unsigned (*query)[4], const HeadRow* keys,
+__device__ __forceinline__ void scores16(float (*p)[2], const uint2 (*query)[WARP], const HeadRow* keys,
                                          ScoreRule rule, int first, int end) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -64,8 +60,10 @@ __device__ __forceinline__ void scores16(float (*p)[2], const unsigned (*query)[
 #pragma unroll
         for (int s = 0; s < SPANS; ++s) {
             const uint4 key = load_key(keys[n], s);
-            mma(c, query[2 * s], key.x, key.y);
-            mma(c, query[2 * s + 1], key.z, key.w);
+            const uint2 low = query[2 * s][lane_id()], high = query[2 * s + 1][lane_id()];
+            const unsigned a_low[4] = {low.x, 0, low.y, 0}, a_high[4] = {high.x, 0, high.y, 0};
+            mma(c, a_low, key.x, key.y);
+            mma(c, a_high, key.z, key.w);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -129,12 +127,13 @@ __device__ __forceinline__ void write_sum(float sum, float maximum, float weight
     if (dim == 0) partial[D] = maximum, partial[D + 1] = weight;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, D > 128 ? 2 : D > 64 ? 3 : 4)
 attention_decode(const float* __restrict__ q, const u8* __restrict__ k_rows, const u8* __restrict__ v_rows,
                  const int* __restrict__ cell_table, const int* __restrict__ lanes, const int* __restrict__ positions,
                  const float* __restrict__ sinks, float* __restrict__ out, float* __restrict__ partial, int q_stride,
                  int table_stride, int n_head, int n_head_kv, int k_row_bytes, int v_row_bytes, int window,
                  float scale, float softcap) {
+    __shared__ uint2 query[2 * SPANS][WARP];
     __shared__ float all_sums[WARPS][HEADS][D], all_maxima[WARPS][HEADS], all_weights[WARPS][HEADS];
     const int row = blockIdx.x, kv_head = blockIdx.y % n_head_kv, group = n_head / n_head_kv;
     const int in_group = blockIdx.y / n_head_kv * HEADS, heads = min(HEADS, group - in_group);
@@ -152,8 +151,8 @@ attention_decode(const float* __restrict__ q, const u8* __restrict__ k_rows, con
 
     const int g = fragment_group(), quad = fragment_quad(), width = n_head_kv * D;
     const int* cells = cell_table + (long long)lanes[row] * table_stride;
-    unsigned query[2 * SPANS][4];
     load_query(query, q + (long long)row * q_stride + (head + g) * D, g < heads);
+    __syncthreads();
     Softmax state = {LOWEST, 0.0f, {}};
     for (int at = first + warp_id() * STEP; at < end; at += WARPS * STEP) {
         HeadRow keys[2], values[4];
