@@ -136,6 +136,7 @@ class Control:
         self.set_tracing(False)
         self.set_thread_order(0)
         self.set_memory(8 << 30)
+        self.set_patience(120)
 
     def forget_counts(self) -> None:
         self._lib.emu_forget_counts()
@@ -162,6 +163,10 @@ class Control:
     def set_workers(self, n: int) -> None:
         """Threads that run the blocks of a launch."""
         self._lib.emu_set_workers(n)
+
+    def set_patience(self, seconds: float) -> None:
+        """How long a wait may see nothing happen before it ends with an error (and breaks the context)."""
+        self._lib.emu_set_patience(ctypes.c_double(seconds))
 
     def set_memory(self, nbytes: int) -> None:
         """Size of the device's memory."""

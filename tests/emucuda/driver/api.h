@@ -90,6 +90,7 @@ struct Control {
   bool checked = false;
   unsigned thread_order = 0;  // 0 ascending, 1 descending, else a seed
   int workers = 1;
+  double patience = 120;      // seconds
   std::string kernel_dir, builder;  // where PTX and kernel objects lie; the command that builds one
   void (*name_thread)(char* name, size_t room) = nullptr;
 };

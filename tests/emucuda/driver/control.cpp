@@ -101,7 +101,7 @@ EMU_EXPORT const char* emu_last_error() {
 }
 
 // ---- settings -------------------------------------------------------------------------------------------------------------
-// Forgets counts, trace, findings, faults, delays and holds, and mends the context. Does not wait.
+// Forgets counts, trace, findings, faults, delays, holds and captures, and mends the context. Does not wait.
 EMU_EXPORT void emu_reset() {
   Lock lock(mutex());
   auto& c = control();
@@ -118,6 +118,7 @@ EMU_EXPORT void emu_reset() {
   context().last_error.clear();
   for (auto& each : streams()) each.second->budget = -1;
   wake_all_streams();
+  abandon_captures();
 }
 EMU_EXPORT void emu_forget_findings() {
   Lock leaf(leaf_mutex());
@@ -143,6 +144,7 @@ EMU_EXPORT void emu_set_checked(int on) {
   }
 }
 EMU_EXPORT void emu_set_thread_order(unsigned order) { control().thread_order = order; }
+EMU_EXPORT void emu_set_patience(double seconds) { control().patience = seconds; }
 EMU_EXPORT void emu_set_workers(int n) { control().workers = n; }
 EMU_EXPORT void emu_set_memory(uint64_t bytes) {
   Lock lock(mutex());

@@ -163,6 +163,15 @@ EMU_API(cuStreamEndCapture, 10000, CUstream stream, CUgraph* out) {
   return result;
 }
 
+void abandon_captures() {
+  for (auto& each : streams()) each.second->capture.reset();
+  for (auto& each : capture_handles()) {
+    --live_graphs();
+    delete reinterpret_cast<Share*>(each.second);
+  }
+  capture_handles().clear();
+}
+
 static int capture_status(const Stream& s) {
   if (!s.capture) return CU_STREAM_CAPTURE_STATUS_NONE;
   return s.capture->graph->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;

@@ -134,9 +134,11 @@ std::shared_ptr<Completion> push_record(Stream*);       // locked
 void push_wait(Stream*, const std::shared_ptr<Completion>&);  // locked
 Stream* open_stream(unsigned flags, int priority);      // locked
 void close_stream(Stream*);                             // locked; what is queued still runs
+bool wait_until(Lock&, const std::function<bool()>&);  // false after `patience` seconds in which nothing ran
 void synchronize(Lock&, Stream*);
 void synchronize_all(Lock&);
 void wake_all_streams();                // locked
+void abandon_captures();                // locked
 Stream& legacy_stream();
 void start_streams();                   // locked; idempotent
 std::string operation_name(int participant, uint32_t time);  // label of an earlier operation, for messages

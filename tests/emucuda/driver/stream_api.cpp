@@ -123,7 +123,7 @@ EMU_API(cuEventSynchronize, 2000, CUevent event) {
   if (CUresult fault = this_call().describe("sync.event", nullptr)) return fault;
   auto completion = e->last;  // a later record of the same event is not waited for
   if (!completion) return CUDA_SUCCESS;
-  progress().wait(lock, [&] { return completion->done; });
+  wait_until(lock, [&] { return completion->done; });
   host_clock().join(completion->clock);
   return context().sticky;
 }

@@ -9,6 +9,7 @@
 //  * After a failure operations are dropped but records still complete, so that nobody waits for ever; what waits
 //    returns the context's error.
 #include <algorithm>
+#include <chrono>
 #include <ctime>
 #include <thread>
 
@@ -109,6 +110,11 @@ static void run_operation(Lock& lock, const Stream& stream, Operation& op) {
   if (failure.code) poison_context(failure);
 }
 
+static uint64_t& operations_done() {
+  static uint64_t n = 0;
+  return n;
+}
+
 static void stream_thread(Stream* s) {
   Lock lock(mutex());
   for (;;) {
@@ -126,6 +132,7 @@ static void stream_thread(Stream* s) {
     }
     s->running = false;
     ++s->operations_done;
+    ++operations_done();
     progress().notify_all();
   }
   streams().erase(s->id);
@@ -248,11 +255,25 @@ void enqueue(Stream* s, const std::string& label, Run run) {
 }
 
 // ---- waiting ----------------------------------------------------------------------------------------------------------
+// A wait on a stream that a test holds for ever would hang the process: it ends with an error instead.
+bool wait_until(Lock& lock, const std::function<bool()>& done) {
+  while (!done()) {
+    uint64_t before = operations_done();
+    auto patience = std::chrono::duration<double>(control().patience);
+    if (progress().wait_for(lock, patience) == std::cv_status::timeout && before == operations_done() && !done()) {
+      poison_context({CUDA_ERROR_LAUNCH_TIMEOUT, "a wait in which nothing happened for " +
+                                                     std::to_string(int(control().patience)) + " s: is a stream held?"});
+      return false;
+    }
+  }
+  return true;
+}
+
 void synchronize(Lock& lock, Stream* s) {
   uint64_t target = s->operations_pushed;
   VectorClock clock = s->clock;
   int id = s->id;
-  progress().wait(lock, [&] {  // a stream that is gone has run everything
+  wait_until(lock, [&] {  // a stream that is gone has run everything
     auto it = streams().find(id);
     return it == streams().end() || it->second->operations_done >= target;
   });
