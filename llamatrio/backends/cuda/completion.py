@@ -60,11 +60,17 @@ class Completions:
 
     def run(self) -> None:
         """The thread's work, until `stop`."""
-        while (waiter := self._waiters.get()) is not None:
-            waiter.then(self._wait(waiter.event))
+        while True:
+            waiter = self._waiters.get()
+            if waiter is not None:
+                waiter.then(self._wait(waiter.event))
+            elif self._waiters.empty():
+                return
+            else:  # a waiter asked for another wait: the end comes after it
+                self._waiters.put(None)
 
     def stop(self) -> None:
-        """Lets `run` return once everything asked for before has been completed."""
+        """Lets `run` return once everything asked for has been completed."""
         self._waiters.put(None)
 
     def _wait(self, event: Event) -> BackendError | None:

@@ -1,0 +1,38 @@
+"""The devices that the contract of backends is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from cpu_streams import golden_model
+
+from llamatrio.backends.base import Backend
+
+Open = Callable[..., AbstractContextManager[Backend]]
+"""open(model, n_cells=..., ...): a golden model on the device."""
+
+DEVICES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def opener(request: pytest.FixtureRequest) -> Open:
+    """Opens models on the device that `request.param` names; the emulated driver comes with its fixture."""
+    if request.param == "cpu":
+        return _open_cpu
+    if request.param == "emulated":
+        request.getfixturevalue("emucuda")
+    return _open_cuda
+
+
+def _open_cpu(model: str, **options: Any) -> AbstractContextManager[Backend]:
+    from llamatrio.backends.cpu.backend import open_cpu_backend
+
+    return open_cpu_backend(golden_model(model), n_threads=2, **options)
+
+
+def _open_cuda(model: str, **options: Any) -> AbstractContextManager[Backend]:
+    from llamatrio.backends.cuda.backend import open_cuda_backend
+
+    return open_cuda_backend(golden_model(model), **options)
