@@ -47,7 +47,7 @@ __device__ __forceinline__ uint2 load_value(HeadRow row, int s) {
 }
 
 struct Softmax {
-    float maximum, weight;     // of head g; the weight is this lane's share until `finish`
+    float maximum, weight;     // of head g; the weight is this lane's share until `publish`
     float sums[4 * SPANS][2];  // tile 4 s + t, columns 2 q and 2 q + 1
 };
 
@@ -115,16 +115,44 @@ __device__ __forceinline__ void add_values(Softmax& state, const float (*p)[2], 
     }
 }
 
-// A head's result: divided by the weight into `out`, or as a partial.
-__device__ __forceinline__ void write_sum(float sum, float maximum, float weight, float sink, bool whole, float* out,
-                                          float* partial, int dim) {
-    if (whole) {
-        const float top = fmaxf(maximum, sink), keep = exp2f(maximum - top);
-        out[dim] = sum * keep / (weight * keep + exp2f(sink - top));
-        return;
+// What the warps found, each for its own cells.
+struct Found {
+    float sums[WARPS][HEADS][D], maxima[WARPS][HEADS], weights[WARPS][HEADS];
+};
+
+__device__ __forceinline__ void publish(Found& found, Softmax state) {
+    const int g = fragment_group(), quad = fragment_quad(), w = warp_id();
+    state.weight += __shfl_xor_sync(ALL_LANES, state.weight, 1);
+    state.weight += __shfl_xor_sync(ALL_LANES, state.weight, 2);
+    if (quad == 0) found.maxima[w][g] = state.maximum, found.weights[w][g] = state.weight;
+#pragma unroll
+    for (int t = 0; t < 4 * SPANS; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) found.sums[w][g][t / 4 * 32 + 4 * (2 * quad + i) + t % 4] = state.sums[t][i];
     }
-    partial[dim] = sum;
-    if (dim == 0) partial[D] = maximum, partial[D + 1] = weight;
+}
+
+// One dim of a head over all warps.
+struct Joined {
+    float sum, maximum, weight;
+};
+
+__device__ __forceinline__ Joined join(const Found& found, int head, int dim) {
+    Joined all = {0.0f, LOWEST, 0.0f};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) all.maximum = fmaxf(all.maximum, found.maxima[w][head]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float keep = exp2f(found.maxima[w][head] - all.maximum);
+        all.weight += found.weights[w][head] * keep;
+        all.sum += found.sums[w][head][dim] * keep;
+    }
+    return all;
+}
+
+__device__ __forceinline__ float divided(Joined all, float sink) {
+    const float top = fmaxf(all.maximum, sink), keep = exp2f(all.maximum - top);
+    return all.sum * keep / (all.weight * keep + exp2f(sink - top));
 }
 
 extern "C" __global__ void __launch_bounds__(128, D > 128 ? 2 : D > 64 ? 3 : 4)
@@ -134,7 +162,7 @@ attention_decode(const float* __restrict__ q, const u8* __restrict__ k_rows, con
                  int table_stride, int n_head, int n_head_kv, int k_row_bytes, int v_row_bytes, int window,
                  float scale, float softcap) {
     __shared__ uint2 query[2 * SPANS][WARP];
-    __shared__ float all_sums[WARPS][HEADS][D], all_maxima[WARPS][HEADS], all_weights[WARPS][HEADS];
+    __shared__ Found found;
     const int row = blockIdx.x, kv_head = blockIdx.y % n_head_kv, group = n_head / n_head_kv;
     const int in_group = blockIdx.y / n_head_kv * HEADS, heads = min(HEADS, group - in_group);
     const int head = kv_head * group + in_group, position = positions[row], split = blockIdx.z;
@@ -168,28 +196,17 @@ attention_decode(const float* __restrict__ q, const u8* __restrict__ k_rows, con
         rescale(state, p);
         add_values(state, p, values);
     }
-    state.weight += __shfl_xor_sync(ALL_LANES, state.weight, 1);
-    state.weight += __shfl_xor_sync(ALL_LANES, state.weight, 2);
-    if (quad == 0) all_maxima[warp_id()][g] = state.maximum, all_weights[warp_id()][g] = state.weight;
-#pragma unroll
-    for (int t = 0; t < 4 * SPANS; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) all_sums[warp_id()][g][t / 4 * 32 + 4 * (2 * quad + i) + t % 4] = state.sums[t][i];
-    }
+    publish(found, state);
     __syncthreads();
     for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
         const int h = i / D, dim = i % D;
-        float maximum = LOWEST, weight = 0.0f, sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, all_maxima[w][h]);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float keep = exp2f(all_maxima[w][h] - maximum);
-            weight += all_weights[w][h] * keep;
-            sum += all_sums[w][h][dim] * keep;
+        const Joined all = join(found, h, dim);
+        if (n_seen <= part) {
+            to[i] = divided(all, sinks ? sinks[head + h] * LOG2E : LOWEST);
+            continue;
         }
-        const float sink = sinks ? sinks[head + h] * LOG2E : LOWEST;
         float* mine = partial + (((long long)row * n_head + head + h) * gridDim.z + split) * (D + 2);
-        write_sum(sum, maximum, weight, sink, n_seen <= part, to + h * D, mine, dim);
+        mine[dim] = all.sum;
+        if (dim == 0) mine[D] = all.maximum, mine[D + 1] = all.weight;
     }
 }
