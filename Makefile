@@ -66,6 +66,9 @@ bench-peer: $(VENV)/test  ## llama-server against llamatrio: LLAMA_SERVER=path
 bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
 	$(BIN)/python -m bench.linear $(ARGS)
 
+kernels-report: $(VENV)/test  ## registers, spills and shared memory of every CUDA kernel (no device needed)
+	$(BIN)/python -m bench.kernels_report $(ARGS)
+
 wheel: $(VENV)/test  ## a wheel and a source package, in dist/
 	$(BIN)/python -m pip install --quiet build && $(BIN)/python -m build
 

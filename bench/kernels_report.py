@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of every kernel variant, as ptxas reports them: `make kernels-report`.
 
-    python bench/kernels_report.py [sm_90 ...]
+    python -m bench.kernels_report [sm_90 ...]
 
 Needs NVRTC, but no device and no driver. Exits with 1 when a kernel spills on sm_80 or later.
 """
