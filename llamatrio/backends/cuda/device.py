@@ -69,8 +69,10 @@ class Gpu:
 
     def new_event(self, owner: ExitStack) -> Event:
         """An event to be recorded again and again, for as long as `owner` lives. Raises BackendError."""
-        with driver_errors("the driver gives no event"):
+        try:
             event = self.device.create_event(_EVENT)
+        except (CUDAError, RuntimeError) as error:  # cuda.core reports a refusal as a plain RuntimeError
+            raise backend_error("the driver gives no event", error) from error
         owner.callback(event.close)
         return event
 
