@@ -20,7 +20,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def _rig(kernel_cache: Path) -> Iterator[Rig]:
+def _rig(kernel_cache: Path, arch: str | None = None) -> Iterator[Rig]:
     from cuda.core import Device
     from cuda_rig import Rig
 
@@ -28,7 +28,7 @@ def _rig(kernel_cache: Path) -> Iterator[Rig]:
 
     device = Device()
     device.set_current()
-    rig = Rig(device, KernelLoader(f"sm_{device.arch}", kernel_cache))
+    rig = Rig(device, KernelLoader(arch or f"sm_{device.arch}", kernel_cache))
     yield rig
     rig.free()
 
@@ -44,4 +44,11 @@ def cuda_rig(emucuda_checked: Any, kernel_cache: Path) -> Iterator[Rig]:
 def fast_rig(emucuda: Any, kernel_cache: Path) -> Iterator[Rig]:
     """The same without checks, where a test runs many kernels that are checked elsewhere."""
     with _rig(kernel_cache) as rig:
+        yield rig
+
+
+@pytest.fixture
+def turing_rig(emucuda_checked: Any, kernel_cache: Path) -> Iterator[Rig]:
+    """Kernels as compiled for sm_75, which has neither cp.async nor the large mma: the driver runs any PTX."""
+    with _rig(kernel_cache, "sm_75") as rig:
         yield rig

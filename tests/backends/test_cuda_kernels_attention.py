@@ -177,6 +177,12 @@ def test_prefill_groups_softcap_sinks(cuda_rig: Rig, n_head: int) -> None:
     check_prefill(cuda_rig, HeadShape(n_head, 1, 64, False, False), [(3, 11)], rule, with_sinks=True)
 
 
+def test_attention_on_turing(turing_rig: Rig) -> None:
+    heads = HeadShape(4, 2, 64, False, True)
+    check_prefill(turing_rig, heads, [(0, 37), (61, 3)], k.Rule(64**-0.5, window=40))
+    check_decode(turing_rig, heads, [1, 40], k.Rule(64**-0.5), n_splits=1)
+
+
 def test_prefill_row_is_the_same_in_any_tile(cuda_rig: Rig) -> None:
     """Bit for bit: a prompt at once, and cut into pieces as a busy scheduler cuts it."""
     heads, n = HeadShape(2, 1, 32, False, False), 150

@@ -75,6 +75,15 @@ def test_products_side_by_side(cuda_rig: Rig) -> None:
     assert (found[:, 36:] == 7).all()
 
 
+def test_matmul_tile_on_turing(turing_rig: Rig) -> None:
+    data, weights = random_matrix(WeightType.Q5_K, 40, 256)
+    matrix = upload(turing_rig, WeightType.Q5_K, data, 40, 256)
+    x, value = prompt_rows(turing_rig, np.random.default_rng(6).standard_normal((20, 256)).astype(np.float32))
+    out = turing_rig.empty(20 * 40 * 4)
+    matmul.matmul_tile(turing_rig.run, matrix, x, 0, out, n_rows=20)
+    close(turing_rig.get(out, (20, 40), np.float32), value, weights.astype(np.float64), 0.0)
+
+
 def plan_of(rig: Rig, experts: np.ndarray, n_expert: int, tile_rows: int) -> e.ExpertPlan:
     n_tiles = e.plan_tiles(experts.size, n_expert, tile_rows)
     plan = e.ExpertPlan(rig.empty(experts.size * 4), rig.empty(n_tiles * 16), n_tiles, tile_rows)
