@@ -7,7 +7,6 @@ asked to enqueue: nothing allocates, and no thread but the completion threads (c
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -43,8 +42,6 @@ from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
-
-_log = logging.getLogger("llamatrio.engine")
 
 N_SLOTS = 2
 """Steps that may be in flight."""
@@ -179,7 +176,6 @@ def open_cuda_backend(
         check_layers(spec, n_gpu_layers)
         check_spec(spec)
         backend = _open(file, spec, limits, type_k, type_v, on_progress, owned)
-        _log.info("device: %s", backend.device)
         try:
             yield backend
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from cuda.core import Device, Event, EventOptions, Stream
 from cuda.core._utils.cuda_utils import CUDAError as CUDAError  # cuda.core raises it but does not export it
 
 from llamatrio.backends.cuda.compiler import nvrtc_version
+from llamatrio.backends.cuda.driver import require_driver
 from llamatrio.errors import BackendError, BackendUnavailableError
 
 _LEAST_CAPABILITY = (7, 5)
@@ -90,7 +89,7 @@ def find_device() -> Device:
     Raises:
         BackendUnavailableError: no driver, no device, one that is too old, or no NVRTC; the message is one line.
     """
-    _require_driver()
+    require_driver()
     try:
         devices = Device.get_all_devices()
     except CUDAError as error:
@@ -103,14 +102,6 @@ def find_device() -> Device:
         raise BackendUnavailableError(f"{device.name} has compute capability {major}.{minor}; the kernels need 7.5")
     _require_compiler()
     return device
-
-
-def _require_driver() -> None:
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        raise BackendUnavailableError(f"there is no CUDA driver ({library})") from None
 
 
 def _require_compiler() -> None:
