@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
-from llamatrio.backends.cpu.topk import BLOCK, log_sum_exp, select_top
+from llamatrio.backends.cpu import topk
+from llamatrio.backends.cpu.topk import BLOCK
+
+
+@njit
+def select_top(logits, maxima, n, k, values, ids):
+    topk.select_top(logits, maxima, n, k, values, ids)
+
+
+@njit
+def log_sum_exp(segments, n_segments):
+    return topk.log_sum_exp(segments, n_segments)
 
 
 def selected(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-from numba import int64, njit
+from numba import int64
 
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.attention import CHUNK
 from llamatrio.backends.cpu.call import call_kernel
-from llamatrio.backends.cpu.native import load_i32, load_i64
+from llamatrio.backends.cpu.native import inner, load_i32, load_i64
 from llamatrio.backends.cpu.products import share
 from llamatrio.backends.cpu.team import next_ticket
 
 
-@njit
+@inner
 def _position(step, row):
     return int64(load_i32(step[t.POSITIONS], row))
 
 
-@njit
+@inner
 def rotate_and_store(step, layers, layer, member, n_members):
     """Biases, head norms and rotary embedding on Q and K, and K and V into their cells, shared by heads."""
     n_head, n_kv, head_dim = step[t.N_HEAD], step[t.N_HEAD_KV], step[t.HEAD_DIM]
@@ -46,7 +46,7 @@ def rotate_and_store(step, layers, layer, member, n_members):
             _store(step, step[t.F_STORE_V], layers[layer, t.V_POOL], step[t.V_STRIDE], step[t.V_IS_Q8], row, kv_head, x)
 
 
-@njit
+@inner
 def _bias_norm_rope(step, layers, layer, row, x, bias, head, norm):
     head_dim = step[t.HEAD_DIM]
     if layers[layer, bias]:
@@ -57,7 +57,7 @@ def _bias_norm_rope(step, layers, layer, row, x, bias, head, norm):
     call_kernel(step[t.F_ROPE], x, table, step[t.N_ROT])
 
 
-@njit
+@inner
 def _store(step, kernel, pool, stride, is_q8, row, head, x):
     head_dim, n_kv = step[t.HEAD_DIM], step[t.N_HEAD_KV]
     cell = pool + int64(load_i32(step[t.CELLS], row)) * stride
@@ -68,24 +68,24 @@ def _store(step, kernel, pool, stride, is_q8, row, head, x):
         call_kernel(kernel, x, cell + 2 * head * head_dim, head_dim)
 
 
-@njit
+@inner
 def _first_position(layers, layer, position):
     """The first position that a row at `position` sees."""
     window = layers[layer, t.WINDOW]
     return max(0, position + 1 - window) if window else 0
 
 
-@njit
+@inner
 def _chunk_start(layers, layer, position, chunk):
     return max(_first_position(layers, layer, position), chunk * CHUNK)
 
 
-@njit
+@inner
 def _chunk_cells(position, chunk, start):
     return min(position + 1, (chunk + 1) * CHUNK) - start
 
 
-@njit
+@inner
 def _attend_chunk(
     step, layers, layer, batches, member, row, chunk, kv_head, batch, state, next_row, next_chunk, next_head
 ):
@@ -109,7 +109,7 @@ def _attend_chunk(
     )  # fmt: skip
 
 
-@njit
+@inner
 def attend_chunks(step, layers, layer, batches, member, n_members):
     """The rows path's chunks into STATES, shared evenly; a row's states lie together, chunk after chunk."""
     n_head, n_kv, n_batches = step[t.N_HEAD], step[t.N_HEAD_KV], len(batches)
@@ -138,18 +138,18 @@ def attend_chunks(step, layers, layer, batches, member, n_members):
         before += n_chunks
 
 
-@njit
+@inner
 def _first_chunk(step, layers, layer, row):
     return _first_position(layers, layer, _position(step, row)) // CHUNK
 
 
-@njit
+@inner
 def _n_chunks(step, layers, layer, row):
     position = _position(step, row)
     return position // CHUNK - _first_position(layers, layer, position) // CHUNK + 1
 
 
-@njit
+@inner
 def finish_chunks(step, layers, layer, member, row, out):
     """A row's attention output from its states: float32 [n_head * head_dim] at `out`.
 
@@ -167,7 +167,7 @@ def finish_chunks(step, layers, layer, member, row, out):
     call_kernel(step[t.F_FINISH], state, out, n_head)
 
 
-@njit
+@inner
 def attend_by_tickets(step, layers, layer, batches, member, first_row, n_rows):
     """Spans of the panel path, and whole rows [first_row, first_row + n_rows), into ATTN_OUT.
 
@@ -188,7 +188,7 @@ def attend_by_tickets(step, layers, layer, batches, member, first_row, n_rows):
             return
 
 
-@njit
+@inner
 def _attend_whole_row(step, layers, layer, batches, member, row, kv_head, batch):
     """All chunks of one batch of heads of one row."""
     n_head, n_heads = step[t.N_HEAD], batches[batch, t.B_HEADS]
@@ -206,7 +206,7 @@ def _attend_whole_row(step, layers, layer, batches, member, row, kv_head, batch)
     call_kernel(step[t.F_FINISH], state, out, n_heads)
 
 
-@njit
+@inner
 def _attend_span(step, layers, layer, member, span, kv_head):
     """Consecutive rows of one sequence, for the query heads of one kv head, on tiles."""
     row, n_rows = load_i64(step[t.SPANS], 2 * span), load_i64(step[t.SPANS], 2 * span + 1)

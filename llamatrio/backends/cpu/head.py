@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from numba import float32, int64, njit
+from numba import float32, int64
 
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.call import call_kernel
-from llamatrio.backends.cpu.native import load_i32, store_f32
+from llamatrio.backends.cpu.native import inner, load_i32, store_f32
 from llamatrio.backends.cpu.ops import MASKED
 from llamatrio.backends.cpu.products import is_private, share, x_row
 from llamatrio.backends.cpu.team import barrier
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT, log_sum_exp, select_top
 
 
-@njit
+@inner
 def _is_owner(step, row, place, member, n_members):
     """Whether this member holds the residual stream of `row`, the place-th of the wanted rows."""
     n_rows = step[t.N_ROWS]
@@ -29,7 +29,7 @@ def _is_owner(step, row, place, member, n_members):
     return first <= row < last
 
 
-@njit
+@inner
 def _head_inputs(step, layers, matrices, member, n_members):
     """Last residual add and final norm of the wanted rows, in the form that the head reads."""
     n_embd, n_out = step[t.N_EMBD], step[t.N_OUT]
@@ -51,7 +51,7 @@ def _head_inputs(step, layers, matrices, member, n_members):
             call_kernel(step[t.F_QUANTIZE], out, step[t.HEAD_Q8] + 2 * place * n_embd, 1, n_embd)
 
 
-@njit
+@inner
 def _head_product(step, matrices, first_place, m, member, n_members):
     head = matrices[len(matrices) - 1]
     n_embd, ld_out = step[t.N_EMBD], step[t.LD_LOGITS]
@@ -63,7 +63,7 @@ def _head_product(step, matrices, first_place, m, member, n_members):
         call_kernel(head[t.M_ROWS_KERNEL], head[t.M_ADDRESS], x, step[t.LOGITS], m, n_embd, ld_out, g0, g1)
 
 
-@njit
+@inner
 def _scan_segments(step, m, member, n_members):
     """Soft cap, block maxima and sums of exponentials of m rows of logits, shared by segments."""
     n_logits = step[t.N_LOGITS]
@@ -81,7 +81,7 @@ def _scan_segments(step, m, member, n_members):
         call_kernel(step[t.F_SCAN], logits, n, maxima, step[t.SEGMENTS] + 8 * unit)
 
 
-@njit
+@inner
 def _select_rows(step, first_place, m, member, n_members):
     """Results of m rows of logits, shared by rows."""
     n_logits, k = step[t.N_LOGITS], step[t.N_TOP]
@@ -99,7 +99,7 @@ def _select_rows(step, first_place, m, member, n_members):
             call_kernel(step[t.F_COPY], logits, step[t.FULL_OUT] + 4 * full * n_logits, n_logits)
 
 
-@njit
+@inner
 def step_head(step, layers, matrices, team, member, n_members):
     """Logits of the wanted rows, HEAD_ROWS at a time, and what the caller wants to know of them."""
     _head_inputs(step, layers, matrices, member, n_members)

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.call import call_kernel
+from llamatrio.backends.cpu.native import inner
 
 SLICE_GROUPS = 16
 """Groups of 16 feed-forward columns that the panel path expands at once."""
@@ -16,26 +15,26 @@ LD_SLICE = 64 * (SLICE_GROUPS + 1)
 """Bytes between rows of a slice: an odd number of cache lines (see panel.py)."""
 
 
-@njit
+@inner
 def share(n, member, n_members):
     """The part [first, last) of n things that a member takes."""
     return n * member // n_members, n * (member + 1) // n_members
 
 
-@njit
+@inner
 def share_groups(n, member, n_members):
     """As share, with even borders: panels take two groups at a time."""
     first, last = share((n + 1) // 2, member, n_members)
     return 2 * first, min(n, 2 * last)
 
 
-@njit
+@inner
 def is_private(step, n_members):
     """Whether every member keeps all rows of the rows path (see step.py)."""
     return step[t.N_ROWS] <= t.MOST_PRIVATE_ROWS and step[t.N_ROWS] <= 4 * n_members
 
 
-@njit
+@inner
 def x_row(step, member, n_members, row):
     """Address of a row's residual stream, as this member sees it."""
     size = 4 * step[t.N_EMBD]
@@ -44,7 +43,7 @@ def x_row(step, member, n_members, row):
     return step[t.X_SHARED] + row * size
 
 
-@njit
+@inner
 def input_q8(step, member, n_members):
     """Where the products read the rows path's activations in the form q8."""
     if is_private(step, n_members):
@@ -52,7 +51,7 @@ def input_q8(step, member, n_members):
     return step[t.INPUT_Q8]
 
 
-@njit
+@inner
 def input_f32(step, member, n_members):
     """As input_q8, in the form f32."""
     if is_private(step, n_members):
@@ -60,13 +59,13 @@ def input_f32(step, member, n_members):
     return step[t.INPUT_F32]
 
 
-@njit
+@inner
 def bf16_row(base, row, k):
     """Address of a row's first block in the form bf16."""
     return base + row // 16 * (k // 32 * 1024) + row % 16 * 64
 
 
-@njit
+@inner
 def rows_product(step, matrix, x_q8, x_f32, out, ld_out, g0, g1):
     """Columns of groups [g0, g1) of a product, for the rows of the rows path."""
     if step[t.N_ROWS] and g0 < g1:
@@ -75,7 +74,7 @@ def rows_product(step, matrix, x_q8, x_f32, out, ld_out, g0, g1):
         call_kernel(kernel, address, x, out, step[t.N_ROWS], matrix[t.M_K], ld_out, g0, g1)
 
 
-@njit
+@inner
 def panel_product(step, matrix, member, x, out, ld_out, g0, g1):
     """Columns of groups [g0, g1) of a product, for the rows of the panel path; `out` is their first row."""
     if step[t.N_PANEL] and g0 < g1:
@@ -84,14 +83,14 @@ def panel_product(step, matrix, member, x, out, ld_out, g0, g1):
         call_kernel(kernel, address, x, out, scratch, step[t.N_PANEL], matrix[t.M_K], ld_out, g0, g1)
 
 
-@njit
+@inner
 def product(step, matrix, member, x_q8, x_f32, x_bf16, out, ld_out, g0, g1):
     """Columns of groups [g0, g1) of a product, for the rows of both paths."""
     rows_product(step, matrix, x_q8, x_f32, out, ld_out, g0, g1)
     panel_product(step, matrix, member, x_bf16, out + step[t.N_ROWS] * ld_out, ld_out, g0, g1)
 
 
-@njit
+@inner
 def project(step, matrices, layer, member, n_members):
     """This member's columns of Q, K and V, which lie side by side in the output."""
     first = layer * t.N_LAYER_MATRICES + t.Q
@@ -109,7 +108,7 @@ def project(step, matrices, layer, member, n_members):
         before += n
 
 
-@njit
+@inner
 def project_out(step, matrices, layer, member, n_members):
     """This member's columns of the attention's output product."""
     index = layer * t.N_LAYER_MATRICES + t.O
@@ -119,7 +118,7 @@ def project_out(step, matrices, layer, member, n_members):
     product(step, matrices[index], member, q8, f32, step[t.INPUT_BF16], out, ld_out, g0, g1)
 
 
-@njit
+@inner
 def expand(step, matrices, layer, member, n_members):
     """This member's slice of the feed-forward: gate, up, their product, and that in the form that down reads."""
     gate = layer * t.N_LAYER_MATRICES + t.GATE
@@ -130,7 +129,7 @@ def expand(step, matrices, layer, member, n_members):
         _expand_panel(step, matrices, gate, member, first, min(g1, first + SLICE_GROUPS))
 
 
-@njit
+@inner
 def _expand_rows(step, matrices, gate, member, n_members, g0, g1):
     n_ff, n, takes_q8 = step[t.N_FF], 16 * (g1 - g0), matrices[gate + 2, t.M_TAKES_Q8]
     q8, f32 = input_q8(step, member, n_members), input_f32(step, member, n_members)
@@ -143,7 +142,7 @@ def _expand_rows(step, matrices, gate, member, n_members, g0, g1):
             call_kernel(step[t.F_QUANTIZE], step[t.UPS] + at, step[t.HIDDEN_Q8] + 2 * row * n_ff + 32 * g0, 1, n)
 
 
-@njit
+@inner
 def _expand_panel(step, matrices, gate, member, g0, g1):
     """A few columns at a time, so that what the products leave is still in cache for the activation."""
     gates, ups = step[t.GATE_SLICE] + member * step[t.PRIVATE_BYTES], step[t.UP_SLICE] + member * step[t.PRIVATE_BYTES]
@@ -157,7 +156,7 @@ def _expand_panel(step, matrices, gate, member, g0, g1):
         call_kernel(step[t.F_BF16], up, bf16_row(step[t.HIDDEN_BF16], row, step[t.N_FF]) + g0 // 2 * 1024, 1, n)
 
 
-@njit
+@inner
 def contract(step, matrices, layer, member, n_members):
     """This member's columns of the down product."""
     index = layer * t.N_LAYER_MATRICES + t.DOWN

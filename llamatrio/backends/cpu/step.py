@@ -34,7 +34,7 @@ from llamatrio.backends.cpu.attend import attend_by_tickets, attend_chunks, fini
 from llamatrio.backends.cpu.call import call_kernel
 from llamatrio.backends.cpu.head import step_head
 from llamatrio.backends.cpu.levels import configure_numba
-from llamatrio.backends.cpu.native import load_i32
+from llamatrio.backends.cpu.native import inner, load_i32
 from llamatrio.backends.cpu.products import (
     bf16_row,
     contract,
@@ -50,7 +50,7 @@ from llamatrio.backends.cpu.products import (
 from llamatrio.backends.cpu.team import N_MEMBERS, await_post, barrier, constant, post, reset_tickets
 
 
-@njit
+@inner
 def _own_rows(step, member, n_members):
     """Rows of the rows path whose residual stream this member keeps."""
     if is_private(step, n_members):
@@ -58,14 +58,14 @@ def _own_rows(step, member, n_members):
     return share(step[t.N_ROWS], member, n_members)
 
 
-@njit
+@inner
 def _own_panel(step, member, n_members):
     """Rows of the panel path whose residual stream this member keeps."""
     first, last = share(step[t.N_PANEL], member, n_members)
     return step[t.N_ROWS] + first, step[t.N_ROWS] + last
 
 
-@njit
+@inner
 def _embed(step, member, n_members, first, last):
     for row in range(first, last):
         x = x_row(step, member, n_members, row)
@@ -74,7 +74,7 @@ def _embed(step, member, n_members, first, last):
             call_kernel(step[t.F_SCALE], x, step[t.N_EMBD], step[t.EMBD_SCALE])
 
 
-@njit
+@inner
 def _norm_row(step, member, n_members, row, residual_norm, has_residual, norm, out):
     """Adds the last product to a row's residual stream and writes its norm to `out`."""
     n_embd = step[t.N_EMBD]
@@ -87,7 +87,7 @@ def _norm_row(step, member, n_members, row, residual_norm, has_residual, norm, o
     call_kernel(step[t.F_NORM], x, norm, out, n_embd, step[t.EPS])
 
 
-@njit
+@inner
 def _norm(step, matrices, reader, n_readers, team, member, n_members, residual_norm, has_residual, norm):
     """Residual add and norm of all rows, in the forms that the products from `reader` on read."""
     n_embd, takes_q8 = step[t.N_EMBD], 0
@@ -107,13 +107,13 @@ def _norm(step, matrices, reader, n_readers, team, member, n_members, residual_n
     _meet_unless_private(step, team, member, n_members)
 
 
-@njit
+@inner
 def _meet_unless_private(step, team, member, n_members):
     if step[t.N_PANEL] or not is_private(step, n_members):
         barrier(team, member)
 
 
-@njit
+@inner
 def _attend(step, layers, layer, batches, team, member, n_members):
     first, last = 0, step[t.N_ROWS] + step[t.N_PANEL]
     if step[t.BY_CHUNKS]:
@@ -125,7 +125,7 @@ def _attend(step, layers, layer, batches, team, member, n_members):
     barrier(team, member)
 
 
-@njit
+@inner
 def _collect(step, layers, matrices, layer, team, member, n_members):
     """The attention's outputs in the form that its output product reads."""
     width = step[t.N_HEAD] * step[t.HEAD_DIM]
@@ -146,7 +146,7 @@ def _collect(step, layers, matrices, layer, team, member, n_members):
     _meet_unless_private(step, team, member, n_members)
 
 
-@njit
+@inner
 def _layer(step, layers, matrices, batches, layer, team, member, n_members):
     first_matrix = layer * t.N_LAYER_MATRICES
     before = layers[max(0, layer - 1), t.POST_FFN_NORM]
@@ -169,7 +169,7 @@ def _layer(step, layers, matrices, batches, layer, team, member, n_members):
     barrier(team, member)
 
 
-@njit
+@inner
 def _run(step, layers, matrices, batches, team, member):
     n_members = constant(team, N_MEMBERS)
     first, last = _own_rows(step, member, n_members)

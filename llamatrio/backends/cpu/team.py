@@ -31,11 +31,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llamatrio.backends.cpu.call import call_kernel
-from llamatrio.backends.cpu.native import atomic_add, atomic_exchange, atomic_load, load_i64, pause, store_i64
+from llamatrio.backends.cpu.native import atomic_add, atomic_exchange, atomic_load, inner, load_i64, pause, store_i64
 
 _LINE = 64  # bytes
 GENERATION = 0 * _LINE
@@ -57,18 +56,18 @@ _IDLE_YIELDS = 200
 """A round of 16 pauses and a yield takes 0.5 to 1.5 us, so a helper parks after 0.1 to 0.3 ms."""
 
 
-@njit
+@inner
 def constant(team, index):
     return load_i64(team + CONSTANTS, index)
 
 
-@njit
+@inner
 def member_of(team, member):
     """Address of a member's words."""
     return team + MEMBERS + member * MEMBER_BYTES
 
 
-@njit
+@inner
 def barrier(team, member):
     """Returns when every member has called it as often as this one."""
     n_members = constant(team, N_MEMBERS)
@@ -86,7 +85,7 @@ def barrier(team, member):
             call_kernel(constant(team, YIELD_ADDRESS))
 
 
-@njit
+@inner
 def post(team):
     """Member 0: lets the helpers go on with a new job."""
     atomic_add(team + GENERATION, 1)
@@ -96,7 +95,7 @@ def post(team):
             call_kernel(constant(team, WRITE_ADDRESS), load_i64(words + WRITE_FD, 0), words + BYTE, 1)
 
 
-@njit
+@inner
 def await_post(team, member):
     """A helper: waits for the next job. False when the team is to stop."""
     words = member_of(team, member)
@@ -114,7 +113,7 @@ def await_post(team, member):
     return atomic_load(team + STOP) == 0
 
 
-@njit
+@inner
 def _park(team, words, seen):
     atomic_exchange(words + STATE, _PARKED)
     if atomic_load(team + GENERATION) != seen and atomic_exchange(words + STATE, _AWAKE) == _PARKED:
@@ -125,13 +124,13 @@ def _park(team, words, seen):
             return
 
 
-@njit
+@inner
 def next_ticket(team):
     """Hands out 0, 1, 2, ... over all members; reset_tickets starts anew."""
     return atomic_add(team + TICKET, 1)
 
 
-@njit
+@inner
 def reset_tickets(team):
     """By one member, between two barriers."""
     atomic_exchange(team + TICKET, 0)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 
-from numba import int32, int64, njit
+from numba import int32, int64
 
-from llamatrio.backends.cpu.native import load_f32, load_i32, store_f32, store_i32
+from llamatrio.backends.cpu.native import inner, load_f32, load_i32, store_f32, store_i32
 
 BLOCK = 64
 """Logits whose maximum is noted."""
@@ -23,7 +23,7 @@ SEGMENT = 4096
 """Logits whose exponentials are summed together; a multiple of BLOCK."""
 
 
-@njit
+@inner
 def log_sum_exp(segments, n_segments):
     """From float32 [n_segments, 2] of (maximum, sum of exp(x - maximum)) at `segments`."""
     largest = load_f32(segments, 0)
@@ -36,7 +36,7 @@ def log_sum_exp(segments, n_segments):
     return float(largest) + math.log(total)
 
 
-@njit
+@inner
 def select_top(logits, maxima, n, k, best, ids):
     """The k best of float32 [n] at `logits` into float32 [k] at `best` and int32 [k] at `ids`, sorted. 1 <= k <= n.
 
@@ -59,18 +59,18 @@ def select_top(logits, maxima, n, k, best, ids):
         _place(best, ids, last, worst, worst_id)
 
 
-@njit
+@inner
 def _place(best, ids, at, value, index):
     store_f32(best, at, value)
     store_i32(ids, at, int32(index))
 
 
-@njit
+@inner
 def _is_worse(value, index, other, other_index):
     return value < other or (value == other and index > other_index)
 
 
-@njit
+@inner
 def _sift_up(best, ids, at, value, index):
     """Adds an element to the heap of `at` elements; its root is the worst."""
     while at > 0:
@@ -83,7 +83,7 @@ def _sift_up(best, ids, at, value, index):
     _place(best, ids, at, value, index)
 
 
-@njit
+@inner
 def _sift_down(best, ids, size, value, index):
     """Replaces the root of the heap of `size` elements."""
     at = 0
