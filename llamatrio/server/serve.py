@@ -145,7 +145,10 @@ class _Server:
 
 
 async def _open_listeners(settings: ServerConfig) -> list[trio.SocketListener]:
-    return await trio.open_tcp_listeners(settings.port, host=settings.host or None, backlog=settings.backlog)
+    try:
+        return await trio.open_tcp_listeners(settings.port, host=settings.host or None, backlog=settings.backlog)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
 
 
 def _with_tls(listeners: list[trio.SocketListener], tls: SSLContext | None) -> list[Listener]:
