@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from e2e_tools import FULL, GREEDY, MODEL, MODELS, Outcome, open_tiny, prompt, run, settled
+from e2e_tools import FULL, GREEDY, MODEL, MODELS, Outcome, n_before_a_close_choice, open_tiny, prompt, run, settled
 
 from llamatrio.engine.engine import Engine
 from llamatrio.sched.types import SamplingParams
 
 KV_TYPES = [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")]
 WIDE, WINDOWED = MODELS / "tiny-qwen3-wide-q4_k_m.gguf", MODELS / "tiny-gemma3-f16.gguf"
+CLEAR = (83, 87, 88)
+"""Seeds of prompts of 40 tokens after which every choice is clear."""
 SAMPLED = SamplingParams(temperature=0.9, seed=7, ignore_eos=True, n_probs=5)
 
 
@@ -158,9 +160,8 @@ async def test_the_number_of_threads_changes_no_bit(model: Any) -> None:
 
 @pytest.mark.parametrize("types", KV_TYPES[:2], ids="-".join)
 async def test_a_preempted_stream_resumes_with_the_same_bits(types: tuple[str, str]) -> None:
-    seeds = range(3)
     async with open_tiny(n_ctx=1024, n_parallel=3, **kv(types)) as engine:
-        expected = [await run(engine, prompt(40, seed), 60, FULL, cache_prompt=False) for seed in seeds]
+        expected = [await run(engine, prompt(40, seed), 60, FULL, cache_prompt=False) for seed in CLEAR]
         assert engine.stats().n_preempted == 0
     found: dict[int, Outcome] = {}
     async with open_tiny(n_ctx=192, n_parallel=3, **kv(types)) as engine:
@@ -169,20 +170,20 @@ async def test_a_preempted_stream_resumes_with_the_same_bits(types: tuple[str, s
             found[seed] = await run(engine, prompt(40, seed), 60, FULL)
 
         async with trio.open_nursery() as nursery:
-            for seed in seeds:
+            for seed in CLEAR:
                 nursery.start_soon(one, seed)
                 await trio.testing.wait_all_tasks_blocked()
         await settled(engine)
         assert engine.stats().n_preempted > 0
-    for seed in seeds:
-        assert_same(expected[seed], found[seed])
+    for seed, outcome in zip(CLEAR, expected, strict=True):
+        assert_same(outcome, found[seed])
 
 
 async def test_a_preempted_stream_resumes_with_the_same_ids_when_the_cache_is_off() -> None:
     """Its own tokens are then evaluated again, as a prompt: the numbers are close, not equal."""
     top_two = replace(GREEDY, n_probs=2)
     async with open_tiny(n_ctx=1024, n_parallel=3) as engine:
-        expected = [await run(engine, prompt(40, seed), 60, top_two) for seed in range(3)]
+        expected = [await run(engine, prompt(40, seed), 60, top_two) for seed in CLEAR]
     found: dict[int, list[int]] = {}
     async with open_tiny(n_ctx=192, n_parallel=3, cache_ram_mib=0) as engine:
 
@@ -190,20 +191,14 @@ async def test_a_preempted_stream_resumes_with_the_same_ids_when_the_cache_is_of
             found[seed] = (await run(engine, prompt(40, seed), 60)).ids
 
         async with trio.open_nursery() as nursery:
-            for seed in range(3):
+            for seed in CLEAR:
                 nursery.start_soon(one, seed)
                 await trio.testing.wait_all_tasks_blocked()
         assert engine.stats().n_preempted > 0
         assert engine.stats().saves == 0
     n_clear = 0
-    for seed in range(3):
-        n = n_before_a_close_choice(expected[seed])
-        assert found[seed][:n] == expected[seed].ids[:n]
+    for seed, outcome in zip(CLEAR, expected, strict=True):
+        n = n_before_a_close_choice(outcome)
+        assert found[seed][:n] == outcome.ids[:n]
         n_clear += n
     assert n_clear > 120, "too few choices were clear for this to mean anything"
-
-
-def n_before_a_close_choice(outcome: Outcome) -> int:
-    """How many tokens were chosen before the first whose runner-up was nearly as likely."""
-    close = [choice.top[0].logprob - choice.top[1].logprob < 0.02 for choice in outcome.probs]
-    return close.index(True) if True in close else len(close)
