@@ -194,8 +194,11 @@ def open_cpu_backend(
         arena = stack.enter_context(Arena(_plan_memory(file, spec, layout, plan_for, n_cells).total))
         pool = CellPool(layout, n_cells, arena.take(n_cells * layout.record_bytes), level)
         team = stack.enter_context(Team(n_threads))
-        machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level)
-        enter = compiled_step()
+        with ThreadPoolExecutor(1, thread_name_prefix="llamatrio-compile") as compiler:
+            # Compiling is Python most of the time, loading and the kernels' compilation are not: they overlap.
+            step = compiler.submit(compiled_step)
+            machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level)
+            enter = step.result()
         team.start(
             lambda member: enter(machine.step, machine.layers, machine.matrices, machine.batches, team.address, member)
         )

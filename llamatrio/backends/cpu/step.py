@@ -21,12 +21,15 @@ costs less than the barrier it saves. Otherwise each row has an owner, who keeps
 """
 
 # Numba infers the types of compiled functions itself.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, attr-defined"
 
 from __future__ import annotations
 
+import logging
 from functools import cache
+from pathlib import Path
 
+import numba
 from numba import njit
 
 from llamatrio.backends.cpu import tables as t
@@ -48,6 +51,8 @@ from llamatrio.backends.cpu.products import (
     x_row,
 )
 from llamatrio.backends.cpu.team import N_MEMBERS, await_post, barrier, constant, post, reset_tickets
+
+log = logging.getLogger(__name__)
 
 
 @inner
@@ -197,6 +202,8 @@ def _enter(step, layers, matrices, batches, team, member):
 def compiled_step():
     """`_enter`, compiled (or from the cache on disk): (step, layers, matrices, batches, team address, member)."""
     configure_numba()
+    if not Path(numba.config.CACHE_DIR).exists():
+        log.info("compiling the CPU step, once for this machine: about ten seconds")
     table = "int64[:, ::1]"
     signature = f"void(int64[::1], {table}, {table}, {table}, int64, int64)"
     return njit(signature, nogil=True, cache=True)(_enter)
