@@ -66,6 +66,9 @@ bench-peer: $(VENV)/test  ## llama-server against llamatrio: LLAMA_SERVER=path
 bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
 	$(BIN)/python -m bench.linear $(ARGS)
 
+bench-calls: $(VENV)/test  ## driver calls of a save, counted on the emulated CUDA driver
+	$(BIN)/python -m bench.calls $(ARGS)
+
 kernels-report: $(VENV)/test  ## registers, spills and shared memory of every CUDA kernel (no device needed)
 	$(BIN)/python -m bench.kernels_report $(ARGS)
 
