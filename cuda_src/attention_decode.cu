@@ -1,7 +1,8 @@
 // attention_decode: one query row per sequence against its scattered cells; long sequences are split over blocks.
 //
-// q f32 [n_rows][q_stride]: heads of D side by side. lanes, positions i32 [n_rows]; cell_table i32 [lanes][table_stride].
-// A row at a negative position is padding: its output is zeros. sinks f32 [n_head] or null.
+// q f32 [n_rows][q_stride]: heads of D side by side. lanes, positions i32 [n_rows].
+// cell_table i32 [lanes][table_stride]. A row at a negative position is padding: its output is zeros.
+// sinks f32 [n_head] or null.
 // out f32 [n_rows][n_head * D]. partial f32 [n_rows][n_head][n_splits][D + 2]: sums, maximum (base 2), weight.
 //
 // A row that sees n cells is cut into parts of 128 cells, or of a multiple of 128 where that makes more than n_splits

@@ -80,8 +80,9 @@ matmul_rows(const u8* __restrict__ weights, const s8* __restrict__ x, const Bloc
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             const float sum = warp_sum(sums[c][r]);
-            if (lane_id() == 0 && first_row + r < n_rows && column + c < n_out)
-                out[(long long)(first_row + r) * out_stride + column + c] = sum + (bias ? bias[base + column + c] : 0.0f);
+            if (lane_id() != 0 || first_row + r >= n_rows || column + c >= n_out) continue;
+            float* to = out + (long long)(first_row + r) * out_stride + column + c;
+            *to = sum + (bias ? bias[base + column + c] : 0.0f);
         }
     }
 }

@@ -1,7 +1,8 @@
 // moe_plan: sorts a prompt's (row, expert) pairs by expert and cuts each expert's into tiles for matmul_tile.
 //
-// experts i32 [n_pairs], a negative one belongs to padding and is left out. order i32 [n_pairs]: pairs by expert, within
-// one ascending. tiles int4 [n_tiles]: (expert, first in order, count <= tile_rows, 0); those not needed have count 0.
+// experts i32 [n_pairs], a negative one belongs to padding and is left out. order i32 [n_pairs]: pairs by expert,
+// within one ascending. tiles int4 [n_tiles]: (expert, first in order, count <= tile_rows, 0); those not needed have
+// count 0.
 // n_tiles >= n_pairs / tile_rows + n_expert always suffices. n_expert at most 256.
 // Grid (1), 1024 threads: a warp to an expert at a time, 32 pairs a step. Bytes moved: 4 n_pairs read n_expert / 32
 // times from cache, 4 n_pairs and 16 n_tiles written.

@@ -1,8 +1,8 @@
 // moe_route: of each row's router logits the n_used largest, with the softmax over just those as weights.
 //
 // (A softmax over all experts whose chosen weights are then brought to sum 1 gives the same numbers.)
-// logits f32 [n_rows][n_expert]; experts i32, weights f32 [n_rows][n_used], by descending logit, of equal ones the lower
-// expert first. positions i32 [n_rows]: a negative one is padding: experts -1, weights 0.
+// logits f32 [n_rows][n_expert]; experts i32, weights f32 [n_rows][n_used], by descending logit, of equal ones the
+// lower expert first. positions i32 [n_rows]: a negative one is padding: experts -1, weights 0.
 // Grid (ceil(n_rows / 4)), 128 threads: a warp to a row. -DPER_LANE: ceil(n_expert / 32). Bytes moved: the logits once.
 #include "common.cuh"
 

@@ -1,7 +1,7 @@
 // moe_sum: out[r] = sum over a row's experts of weight * y: joins what the experts made of it.
 //
-// y f32 [n_rows * n_used][k] (pair r * n_used + j), weights f32 [n_rows][n_used], out f32 [n_rows][k]. A pair of weight 0
-// is not read (padding has none written). Grid (n_rows, ceil(k / 4 / threads)). k a multiple of 4.
+// y f32 [n_rows * n_used][k] (pair r * n_used + j), weights f32 [n_rows][n_used], out f32 [n_rows][k]. A pair of
+// weight 0 is not read (padding has none written). Grid (n_rows, ceil(k / 4 / threads)). k a multiple of 4.
 // Bytes moved per row: 4 k (n_used + 1).
 #include "common.cuh"
 
