@@ -10,6 +10,7 @@ its speed is that of a real one. The last line is JSON. `bench/gpu.sh` runs this
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -228,7 +229,8 @@ def stall(model: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode:
         return {"error": done.stderr[-400:]}
-    return {"line": done.stdout.splitlines()[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {name: value for name, value in found.items() if name != "runs"}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cpu_streams import golden_model
 from llamatrio.backends.base import Backend
 
 Open = Callable[..., AbstractContextManager[Backend]]
-"""open(model, n_cells=..., ...): a golden model on the device."""
+"""open(model, n_cells=..., ...): a golden model by its name, or a file, on the device."""
 
 DEVICES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -26,13 +27,17 @@ def opener(request: pytest.FixtureRequest) -> Open:
     return _open_cuda
 
 
-def _open_cpu(model: str, **options: Any) -> AbstractContextManager[Backend]:
+def _path(model: str | Path) -> Path:
+    return golden_model(model) if isinstance(model, str) else model
+
+
+def _open_cpu(model: str | Path, **options: Any) -> AbstractContextManager[Backend]:
     from llamatrio.backends.cpu.backend import open_cpu_backend
 
-    return open_cpu_backend(golden_model(model), n_threads=2, **options)
+    return open_cpu_backend(_path(model), n_threads=2, **options)
 
 
-def _open_cuda(model: str, **options: Any) -> AbstractContextManager[Backend]:
+def _open_cuda(model: str | Path, **options: Any) -> AbstractContextManager[Backend]:
     from llamatrio.backends.cuda.backend import open_cuda_backend
 
-    return open_cuda_backend(golden_model(model), **options)
+    return open_cuda_backend(_path(model), **options)

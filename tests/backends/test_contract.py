@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from cpu_streams import Piece, Stream, golden_model, log_softmax, make_batch, mean_kl, prompt_logits, step
@@ -11,8 +15,9 @@ from llamatrio.backends.base import Backend
 from llamatrio.backends.cpu.reference import dequantized_tensors, reference_logits
 from llamatrio.errors import BackendError
 from llamatrio.model.arch import spec_from_gguf
-from llamatrio.model.gguf import open_gguf
+from llamatrio.model.gguf import GGMLType, open_gguf
 from llamatrio.model.spec import KVType
+from tests.helpers_gguf import tiny_model
 
 MODEL = "tiny-qwen3-f16"
 QUANTIZED = "tiny-qwen3-wide-q4_k_m"
@@ -57,6 +62,48 @@ def test_prompts_and_generated_tokens_agree_with_the_reference(open_device: Open
     ours = np.concatenate(rows)
     assert mean_kl(expected, ours) < 1e-3
     np.testing.assert_allclose(ours, expected, atol=0.02 * np.abs(expected).max())
+
+
+def small(path: Path, arch: str, **options: Any) -> Path:
+    return tiny_model(path / "model.gguf", arch, n_ff=128, **options)
+
+
+VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "a head of its own, YaRN, F32": lambda folder: small(
+        folder, "llama", tied_head=False, type=GGMLType.F32,
+        metadata={"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+                  "llama.rope.scaling.original_context_length": 32},
+    ),
+    "rope factors, F16 beside Q8_0": lambda folder: small(
+        folder, "qwen3", type=GGMLType.Q8_0,
+        tensors={"rope_freqs.weight": np.linspace(1, 8, 16).astype(np.float32),
+                 **{f"blk.{i}.attn_v.weight": half((64, 64), i) for i in range(2)}},
+    ),
+    "soft-capped logits, MXFP4": lambda folder: small(
+        folder, "gemma3", type=GGMLType.MXFP4, metadata={"gemma3.final_logit_softcapping": 2.0}
+    ),
+    "linear scale, a bias, seven heads to one": lambda folder: small(
+        folder, "qwen2", n_head=7, n_head_kv=1,
+        metadata={"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0},
+    ),
+}  # fmt: skip
+
+
+def half(shape: tuple[int, int], seed: int) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) / 8).astype(np.float16)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_models_may_have_agrees_with_the_reference(open_device: Open, tmp_path: Path, variant: str) -> None:
+    path, ids = VARIANTS[variant](tmp_path), tokens(40)
+    with open_gguf(path) as file:
+        spec, tensors = spec_from_gguf(file), dequantized_tensors(file)
+    expected = reference_logits(spec, tensors, ids, kv_type="f16")
+    with open_device(path, n_cells=N_CELLS) as backend:
+        prompt = prompt_logits(backend, ids, 40)
+        generated = prompt_logits(backend, ids, 1, is_decode=True)
+    assert mean_kl(expected, prompt) < 1e-3
+    assert mean_kl(expected, generated) < 5e-3
 
 
 @pytest.mark.parametrize("kv", KV_TYPES, ids="-".join)

@@ -7,6 +7,7 @@ asked to enqueue: nothing allocates, and no thread but the completion threads (c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,8 @@ from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
+
+_log = logging.getLogger("llamatrio.engine")
 
 N_SLOTS = 2
 """Steps that may be in flight."""
@@ -215,6 +218,7 @@ def _open(
         model = DeviceModel(spec, weights, heads, pool, shape, scratch, limits)
         slots = owned.enter_context(step_slots(gpu, model, N_SLOTS))
         staging = owned.enter_context(ExitStack())
+        _log.info("preparing kernels for %s (the first start compiles them)", gpu.arch)
         graphs = owned.enter_context(decode_graphs(gpu, loader, model))
         _load_prompt_kernels(model, loader)
         done = owned.enter_context(completions(gpu, "compute"))
