@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import trio
 
 from llamatrio.engine.engine import Engine, open_engine
 from llamatrio.engine.events import Finished
@@ -75,6 +76,24 @@ async def run(
     """Runs one request for n tokens."""
     with engine.start(Request(tuple(tokens), sampling, max_tokens=n, **options)) as generation:
         return await read(generation)
+
+
+async def run_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParams = GREEDY
+) -> list[Outcome]:
+    """Starts all prompts at once, in their order, and reads them side by side."""
+    outcomes: dict[int, Outcome] = {}
+
+    async def read_one(i: int, generation: Generation) -> None:
+        outcomes[i] = await read(generation)
+
+    with ExitStack() as stack:
+        requests = [Request(tuple(tokens), sampling, max_tokens=n) for tokens in prompts]
+        generations = [stack.enter_context(engine.start(request)) for request in requests]
+        async with trio.open_nursery() as nursery:
+            for i, generation in enumerate(generations):
+                nursery.start_soon(read_one, i, generation)
+    return [outcomes[i] for i in range(len(prompts))]
 
 
 def n_before_a_close_choice(outcome: Outcome) -> int:

@@ -5,14 +5,11 @@ A token of the tiny model is a record of 1,536 bytes, so 1 MiB holds 682 of them
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import trio
-from e2e_tools import GREEDY, open_tiny, prompt, read, run, settled
+from e2e_tools import open_tiny, prompt, run, run_all, settled
 
 from llamatrio.engine.engine import Engine
-from llamatrio.sched.types import Request
 
 MIB = 1 << 20
 
@@ -35,18 +32,10 @@ def held_bytes(engine: Engine) -> int:
     return sum(page.nbytes for page in pages.values())
 
 
-async def ask_all(engine: Engine, n: int) -> None:
-    """n prompts of 200 tokens, all at once, in order."""
-    with ExitStack() as stack:
-        requests = [Request(prompt(200, seed), GREEDY, max_tokens=9) for seed in range(n)]
-        for generation in [stack.enter_context(engine.start(request)) for request in requests]:
-            await read(generation)
-
-
 async def test_a_small_budget_is_never_exceeded_and_the_oldest_makes_room() -> None:
     async with open_tiny(n_ctx=640, n_parallel=4, cache_ram_mib=1) as engine, trio.open_nursery() as nursery:
         scope = await nursery.start(watch, engine)
-        await ask_all(engine, 8)
+        await run_all(engine, [prompt(200, seed) for seed in range(8)], 9)
         await settled(engine)
         stats, record = engine.stats(), engine._backend.layout.record_bytes
         assert stats.cache_limit_bytes == MIB
@@ -96,7 +85,7 @@ async def test_a_prompt_larger_than_the_budget_is_served_and_not_kept() -> None:
 async def test_a_budget_of_0_keeps_nothing() -> None:
     async with open_tiny(n_ctx=512, n_parallel=2, cache_ram_mib=0) as engine, trio.open_nursery() as nursery:
         scope = await nursery.start(watch, engine)
-        await ask_all(engine, 4)
+        await run_all(engine, [prompt(200, seed) for seed in range(4)], 9)
         assert (await run(engine, prompt(200, 0), 1)).finished.n_cached == 0
         stats = engine.stats()
         assert (stats.saves, stats.save_bytes, stats.cache_bytes, stats.cache_entries) == (0, 0, 0, 0)
@@ -107,7 +96,7 @@ async def test_a_budget_of_0_keeps_nothing() -> None:
 
 async def test_a_budget_of_minus_1_keeps_everything() -> None:
     async with open_tiny(n_ctx=512, n_parallel=2, cache_ram_mib=-1) as engine:
-        await ask_all(engine, 8)
+        await run_all(engine, [prompt(200, seed) for seed in range(8)], 9)
         await settled(engine)
         record = engine._backend.layout.record_bytes
         assert engine.stats().cache_limit_bytes is None

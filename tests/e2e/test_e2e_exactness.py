@@ -13,15 +13,27 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from e2e_tools import FULL, GREEDY, MODEL, MODELS, Outcome, n_before_a_close_choice, open_tiny, prompt, run, settled
+from e2e_tools import (
+    FULL,
+    GREEDY,
+    MODEL,
+    MODELS,
+    Outcome,
+    n_before_a_close_choice,
+    open_tiny,
+    prompt,
+    run,
+    run_all,
+    settled,
+)
 
 from llamatrio.engine.engine import Engine
 from llamatrio.sched.types import SamplingParams
 
 KV_TYPES = [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")]
 WIDE, WINDOWED = MODELS / "tiny-qwen3-wide-q4_k_m.gguf", MODELS / "tiny-gemma3-f16.gguf"
-CLEAR = (83, 87, 88)
-"""Seeds of prompts of 40 tokens after which every choice is clear."""
+CLEAR = [prompt(40, seed) for seed in (83, 87, 88)]
+"""Prompts after which every choice is clear."""
 SAMPLED = SamplingParams(temperature=0.9, seed=7, ignore_eos=True, n_probs=5)
 
 
@@ -89,6 +101,20 @@ async def test_restores_beside_running_streams_are_exact() -> None:
             second = await run(engine, (*prompt(100), *first.ids, *prompt(30, 9)), 21, FULL)
         assert engine.stats().restores == 1
     assert_same(expected[1], second)
+
+
+async def test_a_prefix_of_several_staging_buffers_comes_back_exactly() -> None:
+    turns = (prompt(900), (*prompt(900), *prompt(40, 1)))
+    async with open_tiny(WINDOWED, n_ctx=4096) as engine:
+        expected = [await run(engine, tokens, 5, FULL) for tokens in turns]
+    async with open_tiny(WINDOWED, n_ctx=1024, staging_mib=1) as engine:
+        found = [await run(engine, turns[0], 5, FULL)]
+        await settled(engine)
+        await run(engine, prompt(950, 2), 2)
+        found.append(await run(engine, turns[1], 5, FULL))
+        assert engine.stats().restore_bytes == 900 * engine._backend.layout.record_bytes > 1 << 20
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
 
 
 async def test_a_conversation_saves_only_its_new_tokens() -> None:
@@ -161,44 +187,25 @@ async def test_the_number_of_threads_changes_no_bit(model: Any) -> None:
 @pytest.mark.parametrize("types", KV_TYPES[:2], ids="-".join)
 async def test_a_preempted_stream_resumes_with_the_same_bits(types: tuple[str, str]) -> None:
     async with open_tiny(n_ctx=1024, n_parallel=3, **kv(types)) as engine:
-        expected = [await run(engine, prompt(40, seed), 60, FULL, cache_prompt=False) for seed in CLEAR]
+        expected = await run_all(engine, CLEAR, 60, FULL)
         assert engine.stats().n_preempted == 0
-    found: dict[int, Outcome] = {}
     async with open_tiny(n_ctx=192, n_parallel=3, **kv(types)) as engine:
-
-        async def one(seed: int) -> None:
-            found[seed] = await run(engine, prompt(40, seed), 60, FULL)
-
-        async with trio.open_nursery() as nursery:
-            for seed in CLEAR:
-                nursery.start_soon(one, seed)
-                await trio.testing.wait_all_tasks_blocked()
-        await settled(engine)
+        found = await run_all(engine, CLEAR, 60, FULL)
         assert engine.stats().n_preempted > 0
-    for seed, outcome in zip(CLEAR, expected, strict=True):
-        assert_same(outcome, found[seed])
+        await settled(engine)
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
 
 
 async def test_a_preempted_stream_resumes_with_the_same_ids_when_the_cache_is_off() -> None:
     """Its own tokens are then evaluated again, as a prompt: the numbers are close, not equal."""
-    top_two = replace(GREEDY, n_probs=2)
     async with open_tiny(n_ctx=1024, n_parallel=3) as engine:
-        expected = [await run(engine, prompt(40, seed), 60, top_two) for seed in CLEAR]
-    found: dict[int, list[int]] = {}
+        expected = await run_all(engine, CLEAR, 60, replace(GREEDY, n_probs=2))
     async with open_tiny(n_ctx=192, n_parallel=3, cache_ram_mib=0) as engine:
-
-        async def one(seed: int) -> None:
-            found[seed] = (await run(engine, prompt(40, seed), 60)).ids
-
-        async with trio.open_nursery() as nursery:
-            for seed in CLEAR:
-                nursery.start_soon(one, seed)
-                await trio.testing.wait_all_tasks_blocked()
+        found = await run_all(engine, CLEAR, 60)
         assert engine.stats().n_preempted > 0
         assert engine.stats().saves == 0
-    n_clear = 0
-    for seed, outcome in zip(CLEAR, expected, strict=True):
-        n = n_before_a_close_choice(outcome)
-        assert found[seed][:n] == outcome.ids[:n]
-        n_clear += n
-    assert n_clear > 120, "too few choices were clear for this to mean anything"
+    n_clear = [n_before_a_close_choice(outcome) for outcome in expected]
+    for one, other, n in zip(expected, found, n_clear, strict=True):
+        assert one.ids[:n] == other.ids[:n]
+    assert sum(n_clear) > 120, "too few choices were clear for this to mean anything"

@@ -196,7 +196,7 @@ async def test_b64_a_q8_0_cache_stays_close_past_1024_tokens(tmp_path: Path, hea
             assert np.isfinite(found).all()
             assert float((np.exp(truth) * (truth - found)).sum()) < 0.01
             by_chunks.append(found)
-        np.testing.assert_array_equal(*by_chunks)
+        np.testing.assert_array_equal(by_chunks[0], by_chunks[1])
 
 
 def test_b64_a_head_without_whole_blocks_is_refused_for_q8_0(

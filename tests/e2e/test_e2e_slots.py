@@ -86,11 +86,15 @@ async def test_b10_penalties_see_the_prompt_wherever_it_came_from() -> None:
         for answer in (cached, fresh):
             assert answer["tokens"] == first["tokens"]
             assert ids_and_logprobs(answer)[1] == pytest.approx(ids_and_logprobs(first)[1], abs=CLOSE)
-        # The window holds the prompt: a token of it that would be chosen next is pushed down.
-        likeliest = (await server.complete(p, 1))["tokens"][0]
-        pushed = await server.complete([*p, likeliest, *p[:1]], 4, presence_penalty=1000)
-        assert not set(pushed["tokens"]) & {*p, likeliest}
-        assert len(set(pushed["tokens"])) == 4
+        # The window holds the prompt: a token at its beginning is barred, unless the window ends before it.
+        wanted = {"logit_bias": [[p[0], 1e4]], "presence_penalty": 1e6}
+        assert p.count(p[0]) == 1
+        for reuse in (True, False):
+            barred = await server.complete(p, 4, **wanted, repeat_last_n=64, cache_prompt=reuse)
+            allowed = await server.complete(p, 4, **wanted, repeat_last_n=30, cache_prompt=reuse)
+            assert p[0] not in barred["tokens"]
+            assert allowed["tokens"].index(p[0]) == 0
+            assert allowed["tokens"].count(p[0]) == 1, "the window does not hold the output"
 
 
 async def test_b11_cached_tokens_count_as_prompt_and_counters_never_fall() -> None:
