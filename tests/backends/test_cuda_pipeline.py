@@ -134,6 +134,17 @@ def test_cells_that_are_written_over_at_once_are_saved_as_they_were(emucuda_chec
         np.testing.assert_array_equal(staging.records, again.records)
 
 
+def test_a_restore_may_be_the_first_to_use_a_staging_buffer(emucuda_checked: Control) -> None:
+    """Memory is allocated in the order of the compute stream, and used by the copy stream."""
+    with opened() as backend:
+        staging = backend.new_staging(4)
+        staging.records[:] = 0
+        backend.scatter_cells(staging, np.arange(4, dtype=np.int32)).result(timeout=60)
+        again = backend.new_staging(4)
+        backend.gather_cells(np.arange(4, dtype=np.int32), again).landed.result(timeout=60)
+        assert not again.records.any()
+
+
 def test_a_scatter_into_cells_that_a_gather_freed_comes_after_it(emucuda_checked: Control) -> None:
     with opened() as backend:
         cells, one, two = np.arange(20, dtype=np.int32), backend.new_staging(20), backend.new_staging(20)
@@ -181,7 +192,7 @@ def test_a_fault_at_start_is_one_clear_error_and_leaks_nothing(emucuda: Control,
         assert (live.device_allocations, live.pinned_allocations, live.streams, live.events) == (0, 0, 0, 0)
         if nth > 6 and what in ("kernel", "cuLibraryLoadData", "copy.h2d", "event.record"):
             break
-    assert failed >= {"alloc": 6, "cuStreamCreateWithPriority": 2, "cuEventCreate": 8}.get(what, 1)
+    assert failed >= {"alloc": 6, "cuStreamCreateWithPriority": 2, "cuEventCreate": 10}.get(what, 1)
 
 
 STEP_FAULTS = ["copy.h2d", "graph.launch", "kernel:top_k_part", "kernel:top_k_merge", "copy.d2h", "event.record"]

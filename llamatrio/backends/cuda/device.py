@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from cuda.bindings import driver
-from cuda.core import Device, Event, EventOptions, Stream
+from cuda.core import Device, Event, EventOptions, Kernel, Stream
 from cuda.core._utils.cuda_utils import CUDAError as CUDAError  # cuda.core raises it but does not export it
 
 from llamatrio.backends.cuda.compiler import nvrtc_version
@@ -81,6 +81,13 @@ class Gpu:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"the device does not tell its memory: {status.name}")
         return Memory(int(free), int(total))
+
+
+def load_now(kernel: Kernel) -> None:
+    """Brings a kernel's code onto the device: the driver would otherwise do it at the first launch."""
+    status, _ = driver.cuKernelGetFunction(kernel.handle)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"a kernel cannot be loaded: {status.name}")
 
 
 def find_device() -> Device:

@@ -9,7 +9,7 @@ from cuda.core import Stream
 from cuda.core.graph import Graph
 
 from llamatrio.backends.cuda.compiler import KernelLoader
-from llamatrio.backends.cuda.device import Gpu, driver_errors
+from llamatrio.backends.cuda.device import Gpu, driver_errors, load_now
 from llamatrio.backends.cuda.forward import DecodePass, DeviceModel
 from llamatrio.backends.cuda.kernels.launcher import Launcher
 
@@ -34,6 +34,7 @@ def decode_graphs(gpu: Gpu, loader: KernelLoader, model: DeviceModel) -> Iterato
         while n_rows <= model.limits.n_decode:
             with driver_errors(f"the graph of {n_rows} decode rows cannot be made"):
                 graphs[n_rows] = _captured(gpu, loader, model, n_rows)
+                graphs[n_rows].upload(gpu.compute)
             n_rows *= 2
         yield DecodeGraphs(graphs)
     finally:
@@ -59,4 +60,4 @@ class KernelsOnly(Launcher):
         self.loader = loader
 
     def __call__(self, name: str, grid: tuple[int, ...], block: int, *args: object, **defines: int) -> None:
-        self.loader.kernel(name, **defines)
+        load_now(self.loader.kernel(name, **defines))

@@ -7,7 +7,7 @@ runs. Owners are context managers; on leaving, whatever used the memory must hav
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 from cuda.core import Buffer, LegacyPinnedMemoryResource, Stream
@@ -83,9 +83,14 @@ class PinnedMemory:
 @contextmanager
 def device_arena(gpu: Gpu, nbytes: int, what: str) -> Iterator[DeviceArena]:
     """Device memory for the length of the block. Raises BackendError, naming `what` it was for."""
-    with driver_errors(f"no {-(-nbytes // MIB)} MiB of device memory for {what}"):
+    failure = f"no {-(-nbytes // MIB)} MiB of device memory for {what}"
+    with driver_errors(failure):
         buffer = gpu.device.allocate(aligned(max(nbytes, 1)), stream=gpu.compute)
     try:
+        with ExitStack() as stack, driver_errors(failure):
+            allocated = gpu.new_event(stack)  # it happens in the order of the compute stream
+            gpu.compute.record(allocated)
+            gpu.copy.wait(allocated)
         yield DeviceArena(buffer)
     finally:
         with suppress(CUDAError):  # of a broken context, which has nothing left to free

@@ -29,7 +29,7 @@ from cuda.core import Event
 from llamatrio.backends.base import Gather, StagingBuffer
 from llamatrio.backends.cuda.compiler import KernelLoader
 from llamatrio.backends.cuda.completion import Completions, failed_future, running_future
-from llamatrio.backends.cuda.device import CUDAError, Gpu, driver_errors
+from llamatrio.backends.cuda.device import CUDAError, Gpu, driver_errors, load_now
 from llamatrio.backends.cuda.kernels import cells as kernels
 from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher
 from llamatrio.backends.cuda.memory import DeviceArena, PinnedMemory, aligned, device_arena, pinned_memory
@@ -77,7 +77,7 @@ class CellTransfer:
     def load_kernels(self) -> None:
         """Compiles and loads what transfers launch, so that none does it later."""
         for name in ("gather_cells", "scatter_cells"):
-            self._on_compute.loader.kernel(name)
+            load_now(self._on_compute.loader.kernel(name))
 
     def new_staging(self, n_records: int, stack: ExitStack) -> CudaStaging:
         """A buffer that lives as long as `stack`. Raises BackendError when memory is short."""
