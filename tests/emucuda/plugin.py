@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,9 @@ def _finish(control: Control) -> None:
 def emucuda() -> Iterator[Control]:
     """The emulated driver without checks: fast. Findings that a test leaves behind fail it."""
     control = _installed()
+    gc.collect()  # what earlier tests left is freed now, not in the middle of this one
     control.reset()
+    control.settle()
     yield control
     _finish(control)
 

@@ -26,7 +26,9 @@ class Case(NamedTuple):
     right: str
 
 
-HEAD = 'extern "C" __global__ void k(const float* x, float* y) {\n__shared__ __align__(16) float s[64]; int t = threadIdx.x;\n'
+HEAD = """extern "C" __global__ void k(const float* x, float* y) {
+__shared__ __align__(16) float s[64]; int t = threadIdx.x;
+"""
 COPY_IN = """
 unsigned d = (unsigned)__cvta_generic_to_shared(&s[t * 4]);
 if (t < 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16; cp.async.commit_group;" :: "r"(d), "l"(x + t * 4));

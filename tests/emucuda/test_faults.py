@@ -89,6 +89,10 @@ def test_an_operation_that_fails_breaks_the_context(emucuda: Control, pattern: s
         gpu.memory.allocate(64, stream=gpu.stream)  # and so does everything after it
     assert (view == 1).all()
     assert emucuda.context_error() == f"{pattern} made to fail by a test"
+    allocations = emucuda.live().device_allocations
+    buffer.close(gpu.stream)  # releasing works, so that leaks show
+    emucuda.settle()
+    assert emucuda.live().device_allocations == allocations - 1
     emucuda.reset()
     gpu.stream.sync()
 
@@ -129,8 +133,8 @@ def test_dynamic_shared_memory_up_to_the_opt_in(emucuda_checked: Control) -> Non
 
     gpu = Gpu()
     kernel = gpu.kernel(
-        'extern "C" __global__ void k(int* y) { extern __shared__ int s[]; __shared__ int t[4]; t[threadIdx.x & 3] = 1;'
-        " s[threadIdx.x * 4000] = threadIdx.x; __syncwarp(); if (threadIdx.x < 4) y[threadIdx.x] = s[threadIdx.x * 4000] + t[3]; }"
+        'extern "C" __global__ void k(int* y) { extern __shared__ int s[]; __shared__ int t[4]; int i = threadIdx.x;'
+        " t[i] = 1; s[i * 4000] = i; __syncwarp(); y[i] = s[i * 4000] + t[3]; }"
     )
     y = gpu.upload(np.zeros(4, np.int32))
     (status,) = driver.cuKernelSetAttribute(

@@ -99,7 +99,8 @@ extern "C" __device__ void __assertfail(const char*, const char*, unsigned, cons
 def test_printf(emucuda: Control, capfd: pytest.CaptureFixture[str]) -> None:
     source = r"""
     extern "C" __device__ int printf(const char*, ...);
-    extern "C" __global__ void k(int* y) { if (threadIdx.x == 2) printf("x %d %5.2f %s 100%%\n", y[0], 1.5, "done"); }"""
+    extern "C" __global__ void k(int* y) {
+        if (threadIdx.x == 2) printf("x %d %5.2f %s 100%%\n", y[0], 1.5, "done"); }"""
     run(source, np.array([42], np.int32))
     assert capfd.readouterr().out == "x 42  1.50 done 100%\n"
 

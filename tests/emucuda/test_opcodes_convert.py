@@ -59,35 +59,40 @@ def read_int(b: int, signed: bool, bits: int) -> int:
     return s(b, bits) if signed else b
 
 
+def resized(signed: bool, bits: int, to_signed: bool, to_bits: int) -> Callable[[int], int]:
+    """A 16-bit register holds an 8-bit result extended by its sign."""
+    return lambda b: read_int(read_int(b, signed, bits), to_signed, to_bits)
+
+
+def saturated_int(signed: bool, bits: int, to_signed: bool, to_bits: int) -> Callable[[int], int]:
+    return lambda b: clamp(read_int(b, signed, bits), *bounds(to_signed, to_bits))
+
+
 def int_to_int() -> list[Line]:
     found = []
     for to, to_signed, to_bits in INTEGERS:
         for source, signed, bits in INTEGERS:
             if to == source:
                 continue
+            pair = (signed, bits, to_signed, to_bits)
             out = storage(to_bits)
-            # a 16-bit register holds an 8-bit result extended by its sign
-            extend = lambda v, w=to_bits, t=to_signed: read_int(v, t, w)
-            found.append(
-                Line(
-                    f"cvt.{to}.{source} $0, $1;",
-                    lambda b, g=signed, w=bits, e=extend: e(read_int(b, g, w)),
-                    (storage(bits),),
-                    out,
-                )
-            )
-            low, high = bounds(to_signed, to_bits)
-            if low <= bounds(signed, bits)[0] and bounds(signed, bits)[1] <= high:
-                continue  # nothing to saturate: ptxas refuses it
-            found.append(
-                Line(
-                    f"cvt.sat.{to}.{source} $0, $1;",
-                    lambda b, g=signed, w=bits, lo=low, hi=high: clamp(read_int(b, g, w), lo, hi),
-                    (storage(bits),),
-                    out,
-                )
-            )
+            found.append(Line(f"cvt.{to}.{source} $0, $1;", resized(*pair), (storage(bits),), out))
+            (low, high), (to_low, to_high) = bounds(signed, bits), bounds(to_signed, to_bits)
+            if low < to_low or high > to_high:  # otherwise ptxas refuses .sat
+                found.append(Line(f"cvt.sat.{to}.{source} $0, $1;", saturated_int(*pair), (storage(bits),), out))
     return found
+
+
+def int_to_float(f: Format, mode: str, signed: bool, bits: int) -> Callable[[int], int]:
+    return lambda b: encode(Fraction(read_int(b, signed, bits)), f, mode)
+
+
+def rounded_to_integer(mode: str) -> Callable[[int], int]:
+    def result(b: int) -> int:
+        x = decode(b, F32)
+        return encode(integral(x, mode) or math.copysign(0, x), F32) if math.isfinite(x) else b
+
+    return result
 
 
 def with_floats() -> list[Line]:
@@ -100,15 +105,10 @@ def with_floats() -> list[Line]:
                     found.append(Line(f"cvt.{mode}.{to}.{f.name} $0, $1;", expected, (f.dtype,), storage(bits)))
         for mode in MODES:
             for source, signed, bits in INTEGERS:
-                expected = lambda b, g=signed, w=bits, f=f, m=mode: encode(Fraction(read_int(b, g, w)), f, m)
+                expected = int_to_float(f, mode, signed, bits)
                 found.append(Line(f"cvt.{mode}.{f.name}.{source} $0, $1;", expected, (storage(bits),), f.dtype))
     for mode in ("rni", "rzi", "rmi", "rpi"):
-        expected = lambda b, m=mode: (
-            b
-            if not math.isfinite(decode(b, F32))
-            else encode(integral(decode(b, F32), m) or math.copysign(0, decode(b, F32)), F32)
-        )
-        found.append(Line(f"cvt.{mode}.f32.f32 $0, $1;", expected, ("u4",)))
+        found.append(Line(f"cvt.{mode}.f32.f32 $0, $1;", rounded_to_integer(mode), ("u4",)))
     return found
 
 
@@ -143,23 +143,19 @@ def between_floats() -> list[Line]:
                 half = narrowing(f, F32, mode, relu)
                 text = f"cvt.{mode}{'.relu' if relu else ''}.{f.name}x2.f32 $0, $1, $2;"
                 found.append(Line(text, lambda a, b, h=half: h(a) << 16 | h(b), ("u4", "u4")))
-    for bits in (8, 16):
-        for sign in "us":
-            low, high = bounds(sign == "s", bits)
-            pack = lambda a, b, lo=low, hi=high, w=bits: (
-                (clamp(s(a), lo, hi) & (1 << w) - 1) << w | clamp(s(b), lo, hi) & (1 << w) - 1
-            )
-            if bits == 16:
-                found.append(Line(f"cvt.pack.sat.{sign}16.s32 $0, $1, $2;", pack, ("u4", "u4")))
-            else:
-                found.append(
-                    Line(
-                        f"cvt.pack.sat.{sign}8.s32.b32 $0, $1, $2, $3;",
-                        lambda a, b, c, p=pack: c << 16 | p(a, b),
-                        ("u4", "u4", "u4"),
-                    )
-                )
+    for sign in "us":
+        found.append(Line(f"cvt.pack.sat.{sign}16.s32 $0, $1, $2;", packed(sign == "s", 16), ("u4", "u4")))
+        bytes_ = packed(sign == "s", 8)
+        text = f"cvt.pack.sat.{sign}8.s32.b32 $0, $1, $2, $3;"
+        found.append(Line(text, lambda a, b, c, p=bytes_: c << 16 | p(a, b), ("u4", "u4", "u4")))
     return found
+
+
+def packed(signed: bool, bits: int) -> Callable[[int, int], int]:
+    def half(x: int) -> int:
+        return clamp(s(x), *bounds(signed, bits)) & (1 << bits) - 1
+
+    return lambda a, b: half(a) << bits | half(b)
 
 
 def _saturated(x: float) -> int:

@@ -95,7 +95,8 @@ def test_reductions(emucuda_checked: Control) -> None:
 BARRIERS = r"""
 extern "C" __global__ void k(int* y) {
     __shared__ int s[96]; int t = threadIdx.x;
-    y[t] = __syncthreads_count(t % 3 == 0); y[96 + t] = __syncthreads_and(t < 96); y[192 + t] = __syncthreads_or(t == 95);
+    y[t] = __syncthreads_count(t % 3 == 0); y[96 + t] = __syncthreads_and(t < 96);
+    y[192 + t] = __syncthreads_or(t == 95);
     s[t] = t;
     if (t < 64) { asm volatile("bar.sync 1, 64;" ::: "memory"); y[288 + t] = s[63 - t]; }
     else { asm volatile("barrier.sync 2, 32;" ::: "memory"); y[288 + t] = s[159 - t]; }
@@ -127,14 +128,39 @@ def test_exited_threads_count_as_arrived(emucuda_checked: Control) -> None:
     assert (y[40:] == 0).all()
 
 
-def test_a_thread_may_wait_for_another_through_memory(emucuda: Control) -> None:
+@pytest.mark.parametrize("order", [0, 1, 5])
+def test_a_thread_may_wait_for_another_through_memory(emucuda: Control, order: int) -> None:
     source = r"""
     extern "C" __global__ void k(int* y) {
         __shared__ volatile int flag; int t = threadIdx.x;
         if (t == 63) { flag = 0; y[2] = 7; ((volatile int*)y)[0] = 1; }
         else if (t == 0) { while (((volatile int*)y)[0] == 0) {} y[1] = y[2]; } }"""
-    emucuda.set_thread_order(0)
+    emucuda.set_thread_order(order)
     assert run(source, np.zeros(3, np.int32), block=64)[0].tolist() == [1, 7, 7]
+
+
+@pytest.mark.parametrize(("waiter", "giver"), [(37, 34), (34, 37)])
+def test_a_lane_may_wait_for_a_lane_of_its_warp(emucuda: Control, waiter: int, giver: int) -> None:
+    source = f"""
+    extern "C" __global__ void k(volatile int* y) {{
+        int t = threadIdx.x; if (t == {waiter}) while (y[0] == 0) {{}} else if (t == {giver}) y[0] = 1; }}"""
+    assert run(source, np.zeros(1, np.int32), block=64)[0][0] == 1
+
+
+def test_a_wait_through_memory_that_never_ends(emucuda: Control) -> None:
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    from .helpers import Gpu
+
+    gpu = Gpu()
+    kernel = gpu.kernel('extern "C" __global__ void k(volatile int* y) {\nwhile (y[0] == 0) {}\n}')
+    emucuda.set_patience(0.2)
+    gpu.launch(kernel, 1, 40, gpu.upload(np.zeros(1, np.int32)))
+    with pytest.raises(CUDAError, match="LAUNCH_TIMEOUT"):
+        gpu.stream.sync()
+    emucuda.settle()
+    assert "test.cu:2: waits in a loop" in emucuda.last_error() or "nothing happened" in emucuda.last_error()
+    emucuda.reset()
 
 
 def test_dimensions_and_lane_registers(emucuda: Control) -> None:

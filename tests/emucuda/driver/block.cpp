@@ -78,6 +78,8 @@ void BlockRunner::start_grid(const GridLaunch& launch, const Actor& actor, bool 
   order_ = order;
   random_ = order;
   failure_ = {};
+  started_ = now();
+  yields_ = 0;
   n_threads_ = int(launch.block.x * launch.block.y * launch.block.z);
   n_warps_ = (n_threads_ + 31) / 32;
   while (int(fibers_.size()) < n_threads_) {
@@ -195,8 +197,21 @@ void BlockRunner::switch_away(Fiber& f) {
   if (next != &f) emu_switch(&f.stack_pointer, next->stack_pointer);
 }
 
-void BlockRunner::yield(Fiber& f) {
-  if (n_live_ > 1) switch_away(f);
+// Goes round all threads of the block, so that whoever is waited for gets its turn.
+void BlockRunner::yield(Fiber& f, int site) {
+  constexpr uint64_t kLookAtTheClock = 1 << 16;
+  if (++yields_ % kLookAtTheClock == 0 && now() - started_ > control().patience)
+    fail(f, CUDA_ERROR_LAUNCH_TIMEOUT, "waits in a loop for something that never comes", site);
+  uint32_t& runnable = f.warp->runnable;
+  uint32_t all = runnable;
+  uint32_t ahead = order_ == 1 ? (1u << f.lane) - 1 : f.lane == 31 ? 0 : ~0u << (f.lane + 1);
+  if (order_ <= 1) runnable = all & ahead;  // then the other warps, then this one from its beginning
+  Fiber* next = next_fiber(f);
+  runnable = all;
+  if (!next) next = &fibers_[f.linear / 32 * 32 + first_lane(all, order_ == 1 ? 0 : 31)];
+  if (next == &f) return;
+  current_ = next;
+  emu_switch(&f.stack_pointer, next->stack_pointer);
 }
 
 // ---- warp operations ------------------------------------------------------------------------------------------------

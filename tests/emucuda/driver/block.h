@@ -68,7 +68,7 @@ class BlockRunner {
   void warp_operation(Fiber&, WarpOp, uint32_t mask, int site);
   void barrier(Fiber&, int id, int count, int site, bool waits, bool predicate);
   uint32_t barrier_result(int id) const { return barriers_[id].result; }
-  void yield(Fiber&);
+  void yield(Fiber&, int site);
   void check_global(Fiber&, const char* address, int bytes, Access, int site);
   void check_shared(Fiber&, const char* address, int bytes, Access, int site);
   void cp_async(Fiber&, const CpAsync&);
@@ -103,6 +103,8 @@ class BlockRunner {
   std::vector<char> shared_;
   std::vector<SharedByte> shadow_;
   uint32_t phase_ = 1;  // counts barriers of the block
+  uint64_t yields_ = 0;
+  double started_ = 0;
   Fiber* current_ = nullptr;
   void* main_stack_pointer_ = nullptr;
   Failure failure_;

@@ -103,7 +103,7 @@ static void rt_barrier_arrive(Thread* t, int id, int count, int site) {
 static void rt_warp(Thread* t, WarpOp op, uint32_t mask, int site) {
   fiber(t).runner->warp_operation(fiber(t), op, mask, site);
 }
-static void rt_yield(Thread* t) { fiber(t).runner->yield(fiber(t)); }
+static void rt_yield(Thread* t, int site) { fiber(t).runner->yield(fiber(t), site); }
 static void rt_check_global(Thread* t, const void* a, int bytes, Access access, int site) {
   fiber(t).runner->check_global(fiber(t), static_cast<const char*>(a), bytes, access, site);
 }

@@ -56,7 +56,7 @@ struct Runtime {
   uint32_t (*barrier_reduce)(Thread*, int id, int count, bool predicate, int site);  // number of true predicates
   void (*barrier_arrive)(Thread*, int id, int count, int site);
   void (*warp)(Thread*, WarpOp, uint32_t mask, int site);
-  void (*yield)(Thread*);
+  void (*yield)(Thread*, int site);  // of a load or a sleep that may wait for another thread
   void (*check_global)(Thread*, const void* address, int bytes, Access, int site);
   void (*check_shared)(Thread*, const void* address, int bytes, Access, int site);
   void (*cp_async)(Thread*, char* to, const char* from, int bytes, int source_bytes, int site);

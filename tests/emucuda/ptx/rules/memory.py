@@ -49,7 +49,7 @@ def load(e: Emitter, i: Instruction) -> None:
     *_, ty = types_in(i)
     targets = _items(i.operands[0])
     if space_of(i) != "param" and any(part in _WAITING for part in i.parts):
-        e.emit("t->rt->yield(t);")  # it may wait for another thread
+        e.emit(f"t->rt->yield(t, {e.site});")  # it may wait for another thread
     _begin_access(e, i, i.operands[1], ty.bytes * len(targets), "kRead")
     temporaries = [f"v{k}_" for k in range(len(targets))]  # a target may be the address
     for k, temporary in enumerate(temporaries):

@@ -89,4 +89,4 @@ def nothing_to_do(e: Emitter, i: Instruction) -> None:
 
 @rule("nanosleep")
 def sleep(e: Emitter, i: Instruction) -> None:
-    e.emit("t->rt->yield(t);")
+    e.emit(f"t->rt->yield(t, {e.site});")
