@@ -32,7 +32,7 @@ def _finish(control: Control) -> None:
 def emucuda() -> Iterator[Control]:
     """The emulated driver without checks: fast. Findings that a test leaves behind fail it."""
     control = _installed()
-    gc.collect()  # what earlier tests left is freed now, not in the middle of this one
+    gc.collect(1)  # what earlier tests left is freed now, not in the middle of this one
     control.reset()
     control.settle()
     yield control
