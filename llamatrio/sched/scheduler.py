@@ -77,6 +77,7 @@ class Scheduler:
         self.n_preempted = 0
         self.n_steps = 0
         self._n_retired = 0
+        self._refused: tuple[int, int, int] | None = None
         self._is_short = False
         """Somebody who runs did not get the cells it needs: nobody is admitted (a preempted sequence would come
         back to the cells it was just sent away from)."""
@@ -217,7 +218,8 @@ class Scheduler:
             lane = self._lane_for(seq)
             if lane is None:
                 continue
-            if not self._has_room_to_start(seq, now):
+            if self._was_refused(seq) or not self._has_room_to_start(seq, now):
+                self._refused = self._room_changes(seq)
                 return
             self._free_lanes.remove(lane)
             self.waiting.remove(seq)
@@ -233,6 +235,14 @@ class Scheduler:
         if wanted is None:
             return self._free_lanes[0]
         return wanted if wanted in self._free_lanes else None
+
+    def _was_refused(self, seq: Sequence) -> bool:
+        """Whether this sequence found no room before and nothing has happened since that makes any. A long prompt
+        that waits would otherwise be matched against the tree in every step."""
+        return bool(self.running) and self._refused == self._room_changes(seq)
+
+    def _room_changes(self, seq: Sequence) -> tuple[int, int, int]:
+        return seq.id, self._n_retired, self.cache.counters.saves + self.cache.counters.saves_aborted
 
     def _has_room_to_start(self, seq: Sequence, now: float) -> bool:
         """Whether there are cells for all that is to be restored and for a first piece.
