@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -182,8 +183,6 @@ def _measure_model(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def _version(binary: Path) -> str:
-    import subprocess
-
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     return "llama-server " + " ".join((done.stderr + done.stdout).split("\n")[0].split()[1:])
 

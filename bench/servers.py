@@ -21,6 +21,8 @@ from typing import IO
 START_PATIENCE = 120.0
 """Seconds to wait for /health: the first start on a machine compiles."""
 STOP_PATIENCE = 15.0
+POLL = 0.05
+"""Seconds between two looks at /health; each costs the server time in which it could load."""
 
 
 class ServerFailed(Exception):
@@ -94,7 +96,7 @@ def running(name: str, command: Sequence[str]) -> Iterator[Server]:
     """Starts a server on a free port and waits until it is ready. On the way out: SIGTERM, then SIGKILL.
 
     Raises:
-        ServerFailed: it ended, or was not ready in time.
+        ServerFailed: it ended while it was needed, or was not ready in time.
     """
     folder = Path(tempfile.mkdtemp(prefix="llamatrio-bench-"))
     port = free_port()
@@ -104,6 +106,10 @@ def running(name: str, command: Sequence[str]) -> Iterator[Server]:
         try:
             server.start_seconds = _wait_until_ready(server)
             yield server
+        except OSError as error:
+            if _has_ended(process):
+                raise ServerFailed(_obituary(server)) from error
+            raise
         finally:
             _stop(process)
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,12 +141,22 @@ def _wait_until_ready(server: Server) -> float:
     started = time.perf_counter()
     while time.perf_counter() - started < START_PATIENCE:
         if server.process.poll() is not None:
-            raise ServerFailed(f"{server.name} ended with status {server.process.returncode}:\n{server.log_tail()}")
+            raise ServerFailed(_obituary(server))
         with suppress(OSError, http.client.HTTPException, ServerFailed):
             server.get("/health")
             return time.perf_counter() - started
-        time.sleep(0.01)
+        time.sleep(POLL)
     raise ServerFailed(f"{server.name} was not ready after {START_PATIENCE:.0f} s:\n{server.log_tail()}")
+
+
+def _obituary(server: Server) -> str:
+    return f"{server.name} ended with status {server.process.returncode}:\n{server.log_tail()}"
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.5)  # its connections break a moment before it is gone
+    return process.poll() is not None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
