@@ -48,7 +48,8 @@ class ModelSpec:
     n_ff: int
     norm_eps: float
     rope: RopeSpec
-    activation: Literal["silu", "gelu"]
+    activation: Literal["silu", "gelu", "swiglu_oai"]
+    """Of the gate; swiglu_oai is gpt-oss's clamped form."""
     attn_scale: float
     """Factor on q·k, usually head_dim ** -0.5."""
     embd_scale: float = 1.0
