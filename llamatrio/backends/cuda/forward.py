@@ -11,19 +11,20 @@ where the model norms a block's output first (gemma), post_norm adds it at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from llamatrio.backends.cuda.kernels import matmul, rows
 from llamatrio.backends.cuda.kernels.attention import Cached, Rule, attention_decode, attention_prefill
 from llamatrio.backends.cuda.kernels.cells import PoolShape
+from llamatrio.backends.cuda.kernels.experts import ExpertPlan, moe_plan, moe_route, moe_sum, plan_tiles
 from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher
 from llamatrio.backends.cuda.kernels.rows import Activation, HeadShape, RowKind, Rows
 from llamatrio.backends.cuda.kernels.top_k import top_k
 from llamatrio.backends.cuda.kernels.weights import Matrix, embed_rows
 from llamatrio.backends.cuda.plan import StepPlan
 from llamatrio.backends.cuda.shape import Limits, Scratch, qkv_width
-from llamatrio.backends.cuda.weights import LayerWeights, ModelWeights
+from llamatrio.backends.cuda.weights import Dense, Experts, LayerWeights, Linear, ModelWeights
 from llamatrio.model.spec import ModelSpec
 
 F32_BYTES = I32_BYTES = 4
@@ -51,7 +52,8 @@ class DeviceModel:
     def rule(self, layer: int) -> Rule:
         """How a layer attends."""
         spec = self.spec
-        return Rule(spec.attn_scale, spec.attn_softcap, spec.window if spec.is_windowed(layer) else 0)
+        window = spec.window if spec.is_windowed(layer) else 0
+        return Rule(spec.attn_scale, spec.attn_softcap, window, self.weights.layers[layer].sinks)
 
     def word(self, at: int) -> DevicePointer:
         """Address of a word of the step's input."""
@@ -75,6 +77,15 @@ class Pass(ABC):
     ) -> None:
         """Enqueues out = x W^T + bias."""
 
+    def plan_experts(self, n_pairs: int) -> None:  # noqa: B027 (most passes need no plan)
+        """Enqueues what `multiply_experts` needs to know of the chosen experts."""
+
+    @abstractmethod
+    def multiply_experts(
+        self, matrix: Matrix, x: Emitted, bias: DevicePointer, out: DevicePointer, *, n_pairs: int, share: int
+    ) -> None:
+        """Enqueues each pair's product with its expert's matrix; a row of x serves `share` pairs."""
+
     @abstractmethod
     def attend(self, layer: int) -> None:
         """Enqueues attention of the scratch's qkv into `attended`."""
@@ -89,23 +100,24 @@ class Pass(ABC):
         for layer, weights in enumerate(model.weights.layers):
             self._attention(layer, weights, delta)
             delta = self._joined(weights.post_attn_norm)
-            self._feed_forward(weights, delta)
+            if isinstance(weights.feed_forward, Dense):
+                self._dense(weights.feed_forward, weights.ffn_norm, delta)
+            else:
+                self._experts(weights.feed_forward, weights.ffn_norm, delta)
             delta = self._joined(weights.post_ffn_norm)
         return delta
 
     def head(self, x: DevicePointer, delta: DevicePointer, n_rows: int) -> None:
         """Enqueues the logits of rows [0, n_rows) of x + delta."""
         model, matrix = self.model, self.model.weights.head
-        normed = self._norm(x, delta, model.weights.output_norm, (matrix,), n_rows=n_rows)
+        normed = self._norm(x, delta, model.weights.output_norm, {self.kind(matrix)}, n_rows=n_rows)
         self.multiply(matrix, normed, 0, model.scratch.logits, n_rows=n_rows)
 
     def _attention(self, layer: int, weights: LayerWeights, delta: DevicePointer) -> None:
         model, spec, heads, scratch = self.model, self.model.spec, self.model.heads, self.model.scratch
-        normed = self._norm(scratch.x, delta, weights.attn_norm, (weights.q, weights.k, weights.v), n_rows=self.n_rows)
-        at, stride = scratch.qkv, qkv_width(heads)
-        for matrix, bias in ((weights.q, weights.q_bias), (weights.k, weights.k_bias), (weights.v, weights.v_bias)):
-            self.multiply(matrix, normed, bias, at, n_rows=self.n_rows, stride=stride)
-            at += F32_BYTES * matrix.n_out
+        stride = qkv_width(heads)
+        normed = self._norm(scratch.x, delta, weights.attn_norm, self._kinds(weights.qkv), n_rows=self.n_rows)
+        self._side_by_side(weights.qkv, normed, scratch.qkv, stride)
         cached = model.cached(layer)
         rows.rope_store(
             self.run,
@@ -126,19 +138,59 @@ class Pass(ABC):
             magnitude=spec.rope.attn_factor,
         )
         self.attend(layer)
-        attended = self._converted(Rows(RowKind.F32, scratch.attended), weights.o)
-        self.multiply(weights.o, attended, 0, scratch.delta, n_rows=self.n_rows)
+        attended = self._converted(Rows(RowKind.F32, scratch.attended), weights.o.matrix)
+        self.multiply(weights.o.matrix, attended, weights.o.bias, scratch.delta, n_rows=self.n_rows)
 
-    def _feed_forward(self, weights: LayerWeights, delta: DevicePointer) -> None:
+    def _dense(self, block: Dense, norm: DevicePointer, delta: DevicePointer) -> None:
+        n_ff, scratch = self.model.spec.n_ff, self.model.scratch
+        normed = self._norm(scratch.x, delta, norm, self._kinds(block.gate_up), n_rows=self.n_rows)
+        self._side_by_side(block.gate_up, normed, scratch.gates, 2 * n_ff)
+        gated = self._gated(scratch.gates + F32_BYTES * n_ff, 2 * n_ff, self.n_rows, block.down.matrix)
+        self.multiply(block.down.matrix, gated, block.down.bias, scratch.delta, n_rows=self.n_rows)
+
+    def _experts(self, block: Experts, norm: DevicePointer, delta: DevicePointer) -> None:
+        """The router decides in full precision; each of a row's experts makes a row of its own: a pair."""
         spec, scratch, run = self.model.spec, self.model.scratch, self.run
-        normed = self._norm(scratch.x, delta, weights.ffn_norm, (weights.gate, weights.up), n_rows=self.n_rows)
-        gate, up, stride = scratch.gates, scratch.gates + F32_BYTES * spec.n_ff, 2 * spec.n_ff
-        self.multiply(weights.gate, normed, 0, gate, n_rows=self.n_rows, stride=stride)
-        self.multiply(weights.up, normed, 0, up, n_rows=self.n_rows, stride=stride)
-        activation, sizes = Activation[spec.activation.upper()], {"n_rows": self.n_rows, "k": spec.n_ff}
-        to = self._room(self.kind(weights.down))
-        rows.glu(run, gate, up, to, stride=stride, activation=activation, **sizes)
-        self.multiply(weights.down, {to.kind: to}, 0, scratch.delta, n_rows=self.n_rows)
+        n_used, n_pairs = spec.n_expert_used, self.n_rows * spec.n_expert_used
+        router, readers = block.router.matrix, (block.gate, block.up)
+        kinds = self._kinds(readers) | {matmul.decode_kind(router)}
+        normed = self._norm(scratch.x, delta, norm, kinds, n_rows=self.n_rows)
+        rows_in = normed[matmul.decode_kind(router)]
+        matmul.matmul_rows(run, router, rows_in, block.router.bias, scratch.router, n_rows=self.n_rows)
+        moe_route(
+            run,
+            scratch.router,
+            self.positions,
+            scratch.chosen,
+            scratch.chosen_weights,
+            n_rows=self.n_rows,
+            n_expert=spec.n_expert,
+            n_used=n_used,
+        )
+        self.plan_experts(n_pairs)
+        up = scratch.gates + F32_BYTES * n_pairs * spec.n_ff
+        for linear, out in zip(readers, (scratch.gates, up), strict=True):
+            self.multiply_experts(linear.matrix, normed, linear.bias, out, n_pairs=n_pairs, share=n_used)
+        gated = self._gated(up, spec.n_ff, n_pairs, block.down.matrix)
+        self.multiply_experts(block.down.matrix, gated, block.down.bias, scratch.pairs, n_pairs=n_pairs, share=1)
+        sizes = {"n_rows": self.n_rows, "k": spec.n_embd, "n_used": n_used}
+        moe_sum(run, scratch.pairs, scratch.chosen_weights, scratch.delta, **sizes)
+
+    def _side_by_side(self, products: Iterable[Linear], x: Emitted, out: DevicePointer, stride: int) -> None:
+        for matrix, bias in products:
+            self.multiply(matrix, x, bias, out, n_rows=self.n_rows, stride=stride)
+            out += F32_BYTES * matrix.n_out
+
+    def _gated(self, up: DevicePointer, stride: int, n_rows: int, reader: Matrix) -> Emitted:
+        """act(gate) * up, as the reader wants it; the gates begin the scratch."""
+        spec, to = self.model.spec, self._room(self.kind(reader))
+        activation = Activation[spec.activation.upper()]
+        gates, sizes = self.model.scratch.gates, {"n_rows": n_rows, "k": spec.n_ff}
+        rows.glu(self.run, gates, up, to, stride=stride, activation=activation, **sizes)
+        return {to.kind: to}
+
+    def _kinds(self, readers: Iterable[Linear]) -> set[RowKind]:
+        return {self.kind(linear.matrix) for linear in readers}
 
     def _joined(self, post_norm: DevicePointer) -> DevicePointer:
         """What of `delta` is still to be added to x."""
@@ -150,15 +202,15 @@ class Pass(ABC):
         return 0
 
     def _norm(
-        self, x: DevicePointer, delta: DevicePointer, weight: DevicePointer, readers: tuple[Matrix, ...], *, n_rows: int
+        self, x: DevicePointer, delta: DevicePointer, weight: DevicePointer, kinds: set[RowKind], *, n_rows: int
     ) -> Emitted:
-        """x += delta, and its norm in the forms that the readers want."""
+        """x += delta, and its norm in the wanted forms."""
         k, eps = self.model.spec.n_embd, self.model.spec.norm_eps
 
         def emit(to: Rows) -> None:
             rows.rms_norm(self.run, x, delta, weight, to, n_rows=n_rows, k=k, eps=eps)
 
-        return self._emitted(emit, {self.kind(matrix) for matrix in readers}, n_rows, k)
+        return self._emitted(emit, kinds, n_rows, k)
 
     def _emitted(self, emit: Callable[[Rows], None], kinds: set[RowKind], n_rows: int, k: int) -> Emitted:
         """Rows in one form as they are made; in several by way of F32."""
@@ -206,6 +258,12 @@ class DecodePass(Pass):
         self, matrix: Matrix, x: Emitted, bias: DevicePointer, out: DevicePointer, *, n_rows: int, stride: int = 0
     ) -> None:
         matmul.matmul_rows(self.run, matrix, x[self.kind(matrix)], bias, out, n_rows=n_rows, out_stride=stride)
+
+    def multiply_experts(
+        self, matrix: Matrix, x: Emitted, bias: DevicePointer, out: DevicePointer, *, n_pairs: int, share: int
+    ) -> None:
+        experts, sizes = self.model.scratch.chosen, {"n_pairs": n_pairs, "share": share}
+        matmul.matmul_expert_rows(self.run, matrix, x[self.kind(matrix)], bias, experts, out, **sizes)
 
     def attend(self, layer: int) -> None:
         model, scratch = self.model, self.model.scratch
@@ -255,6 +313,23 @@ class PromptPass(Pass):
         self, matrix: Matrix, x: Emitted, bias: DevicePointer, out: DevicePointer, *, n_rows: int, stride: int = 0
     ) -> None:
         matmul.matmul_tile(self.run, matrix, x[RowKind.F16], bias, out, n_rows=n_rows, out_stride=stride)
+
+    def plan_experts(self, n_pairs: int) -> None:
+        n_expert = self.model.spec.n_expert
+        plan = self._expert_plan(n_pairs)
+        moe_plan(self.run, self.model.scratch.chosen, plan, n_pairs=n_pairs, n_expert=n_expert)
+
+    def multiply_experts(
+        self, matrix: Matrix, x: Emitted, bias: DevicePointer, out: DevicePointer, *, n_pairs: int, share: int
+    ) -> None:
+        plan, sizes = self._expert_plan(n_pairs), {"n_pairs": n_pairs, "share": share}
+        matmul.matmul_expert_tile(self.run, matrix, x[RowKind.F16], bias, plan, out, **sizes)
+
+    def _expert_plan(self, n_pairs: int) -> ExpertPlan:
+        scratch, n_expert = self.model.scratch, self.model.spec.n_expert
+        tile_rows = matmul.tile_rows(n_pairs // n_expert)
+        n_tiles = plan_tiles(n_pairs, n_expert, tile_rows)
+        return ExpertPlan(scratch.expert_order, scratch.expert_tiles, n_tiles, tile_rows)
 
     def attend(self, layer: int) -> None:
         model, scratch = self.model, self.model.scratch

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llamatrio.backends.cuda.kernels import top_k
 from llamatrio.backends.cuda.kernels.attention import TILE, partial_bytes
 from llamatrio.backends.cuda.kernels.cells import PoolShape
+from llamatrio.backends.cuda.kernels.experts import MAX_EXPERTS, plan_tiles
 from llamatrio.backends.cuda.kernels.launcher import DevicePointer
 from llamatrio.backends.cuda.kernels.rows import HeadShape, RowKind, row_bytes
 from llamatrio.backends.cuda.memory import DeviceArena, aligned
@@ -25,12 +26,14 @@ LEAST_HEAD_ROWS = 16
 PART = 128
 """Cells of one part of a split decode row (kernels/attention.py)."""
 MOST_SPLITS = 64
+LEAST_TILE_ROWS = 16
+"""Rows of the smallest tile of an expert's product (kernels/matmul.py)."""
 
 
 def check_spec(spec: ModelSpec) -> None:
     """Raises UnsupportedModelError for a model that the kernels do not have."""
-    if spec.n_expert:
-        raise UnsupportedModelError("mixtures of experts are not supported on CUDA yet")
+    if spec.n_expert > MAX_EXPERTS:
+        raise UnsupportedModelError(f"CUDA needs at most {MAX_EXPERTS} experts, not {spec.n_expert}")
     if spec.head_dim % 32 or spec.head_dim > MOST_HEAD_DIM:
         raise UnsupportedModelError(
             f"CUDA needs a head size that is a multiple of 32 up to {MOST_HEAD_DIM}, not {spec.head_dim}"
@@ -109,13 +112,22 @@ class Scratch(NamedTuple):
     qkv: DevicePointer
     attended: DevicePointer
     gates: DevicePointer
-    """f32 [rows, 2 * n_ff]: gate and up side by side"""
+    """f32 [rows, 2 * n_ff]: gate and up side by side; of experts, all gates, then all ups"""
     f32_rows: DevicePointer
     q8_rows: DevicePointer
     q8_meta: DevicePointer
     f16_rows: DevicePointer
     f16_scales: DevicePointer
     partial: DevicePointer
+    router: DevicePointer
+    """f32 [rows, n_expert]"""
+    chosen: DevicePointer
+    """i32 [rows, n_expert_used], the experts of each row"""
+    chosen_weights: DevicePointer
+    pairs: DevicePointer
+    """f32 [rows * n_expert_used, n_embd], what each expert made"""
+    expert_order: DevicePointer
+    expert_tiles: DevicePointer
     head_x: DevicePointer
     head_delta: DevicePointer
     logits: DevicePointer
@@ -141,25 +153,38 @@ def qkv_width(heads: HeadShape) -> int:
 def scratch_sizes(spec: ModelSpec, heads: HeadShape, limits: Limits) -> Scratch:
     """Bytes of the scratch."""
     n_decode, n_logits = limits.n_decode, limits.n_logits
-    rows = max(limits.max_rows, n_decode)
+    rows, n_used = max(limits.max_rows, n_decode), max(1, spec.n_expert_used)
     attended = heads.n_head * heads.head_dim
-    widest = max(spec.n_embd, attended, spec.n_ff)
-    q8, q8_meta = row_bytes(RowKind.Q8, widest)
-    f16, f16_scale = row_bytes(RowKind.F16, widest)
+    widest = max(spec.n_embd, attended)
     candidates, stats = top_k.scratch_bytes(n_logits, spec.n_vocab, MOST_CANDIDATES)
+    n_pairs = rows * spec.n_expert_used
+
+    def emitted(kind: RowKind, n: int) -> tuple[int, int]:
+        """Bytes for n rows of the residual stream or of attention, or for the feed-forward block of n rows."""
+        narrow, wide = row_bytes(kind, widest), row_bytes(kind, spec.n_ff)
+        return max(n * narrow[0], n * n_used * wide[0]), max(n * narrow[1], n * n_used * wide[1])
+
+    q8_rows, q8_meta = emitted(RowKind.Q8, n_decode)
+    f16_rows, f16_scales = emitted(RowKind.F16, max(rows, n_logits))
     return Scratch(
         inputs=4 * limits.input_words,
         x=4 * rows * spec.n_embd,
         delta=4 * rows * spec.n_embd,
         qkv=4 * rows * qkv_width(heads),
         attended=4 * rows * attended,
-        gates=8 * rows * spec.n_ff,
-        f32_rows=4 * n_decode * widest,
-        q8_rows=n_decode * q8,
-        q8_meta=n_decode * q8_meta,
-        f16_rows=max(rows, n_logits) * f16,
-        f16_scales=max(rows, n_logits) * f16_scale,
+        gates=8 * rows * n_used * spec.n_ff,
+        f32_rows=max(emitted(RowKind.F32, n_decode)[0], 4 * rows * spec.n_embd if spec.n_expert else 0),
+        q8_rows=q8_rows,
+        q8_meta=q8_meta,
+        f16_rows=f16_rows,
+        f16_scales=f16_scales,
         partial=partial_bytes(heads, n_decode, limits.n_splits) if limits.n_splits > 1 else 0,
+        router=4 * rows * spec.n_expert,
+        chosen=4 * n_pairs,
+        chosen_weights=4 * n_pairs,
+        pairs=4 * n_pairs * spec.n_embd,
+        expert_order=4 * n_pairs,
+        expert_tiles=16 * plan_tiles(n_pairs, spec.n_expert, LEAST_TILE_ROWS),
         head_x=4 * n_logits * spec.n_embd,
         head_delta=4 * n_logits * spec.n_embd,
         logits=4 * n_logits * spec.n_vocab,

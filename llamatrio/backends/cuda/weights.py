@@ -8,6 +8,7 @@ planar_rows spreads it to its place; everything on one stream, so the next tenso
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -41,24 +42,43 @@ _SECONDS_BETWEEN_LINES = 2.0
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 
 
+class Linear(NamedTuple):
+    """A product: a matrix, or one for each expert, and its bias (0: none)."""
+
+    matrix: Matrix
+    bias: DevicePointer
+
+
+class Dense(NamedTuple):
+    """A feed-forward block."""
+
+    gate_up: tuple[Linear, ...]
+    """Gate and up, or one product of both; side by side."""
+    down: Linear
+
+
+class Experts(NamedTuple):
+    """A mixture of feed-forward blocks."""
+
+    router: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
 class LayerWeights(NamedTuple):
     """One layer. Vectors are f32; 0 where the model has none."""
 
     attn_norm: DevicePointer
-    q: Matrix
-    k: Matrix
-    v: Matrix
-    q_bias: DevicePointer
-    k_bias: DevicePointer
-    v_bias: DevicePointer
+    qkv: tuple[Linear, ...]
+    """Q, K and V, or one product of all; side by side."""
     q_norm: DevicePointer
     k_norm: DevicePointer
-    o: Matrix
+    sinks: DevicePointer
+    o: Linear
     post_attn_norm: DevicePointer
     ffn_norm: DevicePointer
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    feed_forward: Dense | Experts
     post_ffn_norm: DevicePointer
     turns: DevicePointer
     """The rope kernel's table (kernels.rows.rope_turns)."""
@@ -86,19 +106,30 @@ def weight_sizes(file: GGUFFile, spec: ModelSpec) -> WeightSizes:
     """What loading the file takes. Raises UnsupportedModelError, naming the tensor, for types without kernels."""
     stored, load_area = 2 * aligned(4 * spec.rope.n_dims), 0
     for name, tensor in file.tensors.items():
-        if len(tensor.shape) == 1:
-            stored += aligned(4 * tensor.shape[0])
+        if not _is_matrix(name, tensor):
+            stored += aligned(4 * math.prod(tensor.shape))
             continue
-        type = _weight_type(file, name, tensor)
-        stored += aligned(planes_bytes(type, *tensor.shape))
+        type, (n_expert, n_rows, k) = _weight_type(file, name, tensor), _matrix_shape(tensor)
+        stored += aligned(planes_bytes(type, n_expert * n_rows, k))
         if not type.is_float:
             load_area = max(load_area, aligned(file.data(name).nbytes))
     return WeightSizes(stored, load_area)
 
 
+def _is_matrix(name: str, tensor: TensorInfo) -> bool:
+    """Experts' biases have two dimensions, too."""
+    return len(tensor.shape) > 1 and not name.endswith(".bias")
+
+
+def _matrix_shape(tensor: TensorInfo) -> tuple[int, int, int]:
+    """Experts, outputs and inputs."""
+    n_expert = tensor.shape[0] if len(tensor.shape) == 3 else 1
+    return n_expert, tensor.shape[-2], tensor.shape[-1]
+
+
 def _weight_type(file: GGUFFile, name: str, tensor: TensorInfo) -> WeightType:
-    if len(tensor.shape) != 2:
-        raise UnsupportedModelError(f"{file.path}: tensor {name} has {len(tensor.shape)} dimensions, not 2")
+    if len(tensor.shape) not in (2, 3):
+        raise UnsupportedModelError(f"{file.path}: tensor {name} has {len(tensor.shape)} dimensions, not 2 or 3")
     try:
         return WeightType(int(tensor.type))
     except ValueError:
@@ -170,33 +201,48 @@ class WeightLoader:
         return ModelWeights(embedding, layers, output_norm, head)
 
     def _layer(self, prefix: str, turns: DevicePointer) -> LayerWeights:
-        vector, optional, matrix = self._vector, self._optional_vector, self._matrix
+        optional, linear = self._optional_vector, self._linear
+        fused_qkv = self._has(prefix + "attn_qkv.weight")
+        # gpt-oss names its norm before the feed-forward block after the attention that it follows.
+        has_ffn_norm = self._has(prefix + "ffn_norm.weight")
         return LayerWeights(
-            attn_norm=vector(prefix + "attn_norm.weight"),
-            q=matrix(prefix + "attn_q.weight"),
-            k=matrix(prefix + "attn_k.weight"),
-            v=matrix(prefix + "attn_v.weight"),
-            q_bias=optional(prefix + "attn_q.bias"),
-            k_bias=optional(prefix + "attn_k.bias"),
-            v_bias=optional(prefix + "attn_v.bias"),
+            attn_norm=self._vector(prefix + "attn_norm.weight"),
+            qkv=tuple(
+                linear(prefix + name) for name in (["attn_qkv"] if fused_qkv else ["attn_q", "attn_k", "attn_v"])
+            ),
             q_norm=optional(prefix + "attn_q_norm.weight"),
             k_norm=optional(prefix + "attn_k_norm.weight"),
-            o=matrix(prefix + "attn_output.weight"),
-            post_attn_norm=optional(prefix + "post_attention_norm.weight"),
-            ffn_norm=vector(prefix + "ffn_norm.weight"),
-            gate=matrix(prefix + "ffn_gate.weight"),
-            up=matrix(prefix + "ffn_up.weight"),
-            down=matrix(prefix + "ffn_down.weight"),
+            sinks=optional(prefix + "attn_sinks.weight"),
+            o=linear(prefix + "attn_output"),
+            post_attn_norm=optional(prefix + "post_attention_norm.weight") if has_ffn_norm else 0,
+            ffn_norm=self._vector(prefix + ("ffn_norm.weight" if has_ffn_norm else "post_attention_norm.weight")),
+            feed_forward=self._experts(prefix) if self._has(prefix + "ffn_gate_inp.weight") else self._dense(prefix),
             post_ffn_norm=optional(prefix + "post_ffw_norm.weight"),
             turns=turns,
         )
 
+    def _dense(self, prefix: str) -> Dense:
+        names = ["ffn_gate", "ffn_up"] if self._has(prefix + "ffn_gate.weight") else ["ffn_up"]
+        return Dense(tuple(self._linear(prefix + name) for name in names), self._linear(prefix + "ffn_down"))
+
+    def _experts(self, prefix: str) -> Experts:
+        router = self._linear(prefix + "ffn_gate_inp")
+        if not router.matrix.type.is_float:
+            raise UnsupportedModelError(f"{self._file.path}: tensor {prefix}ffn_gate_inp.weight is quantized")
+        return Experts(router, *(self._linear(f"{prefix}ffn_{name}_exps") for name in ("gate", "up", "down")))
+
+    def _linear(self, name: str) -> Linear:
+        return Linear(self._matrix(name + ".weight"), self._optional_vector(name + ".bias"))
+
+    def _has(self, name: str) -> bool:
+        return name in self._file.tensors
+
     def _turns(self, *, windowed: bool) -> DevicePointer:
-        factors = self._float32(ROPE_FACTORS_NAME) if ROPE_FACTORS_NAME in self._file.tensors else None
+        factors = self._float32(ROPE_FACTORS_NAME) if self._has(ROPE_FACTORS_NAME) else None
         return self._place(rope_turns(rope_frequencies(self._spec.rope, factors, windowed=windowed)))
 
     def _optional_vector(self, name: str) -> DevicePointer:
-        return self._vector(name) if name in self._file.tensors else 0
+        return self._vector(name) if self._has(name) else 0
 
     def _vector(self, name: str) -> DevicePointer:
         self._find(name)
@@ -214,7 +260,8 @@ class WeightLoader:
 
     def _matrix(self, name: str) -> Matrix:
         tensor = self._find(name)
-        type, (n_rows, k) = _weight_type(self._file, name, tensor), tensor.shape
+        type, (n_expert, n_out, k) = _weight_type(self._file, name, tensor), _matrix_shape(tensor)
+        n_rows = n_expert * n_out
         data = self._file.data(name).reshape(-1)
         planes = self._arena.take(planes_bytes(type, n_rows, k))
         if type.is_float:
@@ -223,7 +270,7 @@ class WeightLoader:
             self._uploader.upload(data, self._load_area)
             kernels.planar_rows(self._run, self._load_area, planes, type=type, n_rows=n_rows, k=k)
         self._note(name)
-        return Matrix(type, planes, n_rows, k)
+        return Matrix(type, planes, n_out, k, n_expert)
 
     def _find(self, name: str) -> TensorInfo:
         if name not in self._file.tensors:
