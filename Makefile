@@ -11,8 +11,11 @@ ARGS   ?=
 # NVRTC (140 MB) only where a driver is found.
 EXTRAS := $(if $(shell ldconfig -p 2>/dev/null | grep -m1 -o libcuda.so.1),[cuda],)
 
+# The model that benches use: MODEL, or the default one, fetched.
+BENCH_MODEL = "$(or $(MODEL),$$($(BIN)/python -c 'from llamatrio.model.hub import resolve_model; print(resolve_model(None))'))"
+
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-limits bench-calls kernels-report wheel clean
+.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-idle bench-limits bench-calls kernels-report wheel clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,13 +58,17 @@ type: $(VENV)/test  ## mypy --strict
 	$(BIN)/mypy
 
 bench: $(VENV)/test  ## tokens per second through the engine and through HTTP
-	$(BIN)/python -m bench.throughput $(ARGS)
+	$(BIN)/python -m bench.throughput -m $(BENCH_MODEL) $(ARGS)
 
 bench-stall: $(VENV)/test  ## inter-token gaps while idle slots are saved; LLAMA_SERVER=path adds the peer
-	$(BIN)/python -m bench.stall $(ARGS)
+	$(BIN)/python -m bench.stall -m $(BENCH_MODEL) $(ARGS)
 
 bench-peer: $(VENV)/test  ## llama-server against llamatrio: LLAMA_SERVER=path
-	$(BIN)/python -m bench.peer $(ARGS)
+	@test -n "$(LLAMA_SERVER)" || { echo "say which llama-server: make bench-peer LLAMA_SERVER=path"; exit 1; }
+	$(BIN)/python -m bench.peer "$(LLAMA_SERVER)" -m $(BENCH_MODEL) $(ARGS)
+
+bench-idle: $(VENV)/test  ## CPU time while nothing runs, and the time of a warm start
+	$(BIN)/python -m bench.idle -m $(BENCH_MODEL) $(ARGS)
 
 bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
 	$(BIN)/python -m bench.linear $(ARGS)
