@@ -15,13 +15,14 @@ import pytest
 
 pytest.importorskip("cuda.core")
 
-from cpu_streams import Array, golden_logits, golden_model, mean_kl, prompt_logits
+from cpu_streams import Array, Piece, Stream, golden_logits, golden_model, mean_kl, prompt_logits, step
 
 from llamatrio.backends.cpu.reference import dequantized_tensors
 from llamatrio.backends.cuda.backend import open_cuda_backend
 from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.rope import yarn_magnitude
 from llamatrio.model.spec import KVType, ModelSpec, RopeSpec
+from tests.emucuda.control import Control
 from tests.helpers_gguf import write_gguf
 
 pytestmark = pytest.mark.usefixtures("emucuda")
@@ -117,3 +118,19 @@ def exact_logits(model: str, folder: Path) -> Array:
         path = write_gguf(folder / "exact.gguf", dict(file.metadata), tensors)
     with open_gguf(path) as file, open_cuda_backend(file, spec_of(file), n_cells=96) as backend:
         return prompt_logits(backend, golden_logits(model)["tokens"], 1, is_decode=True)
+
+
+def test_experts_of_rows_beside_padding(emucuda_checked: Control) -> None:
+    """Three decode rows in a bucket of four, every access checked: the same bits as alone."""
+    with (
+        open_gguf(golden_model("more/tiny-qwen3moe-f16")) as file,
+        open_cuda_backend(file, spec_of(file), n_cells=96, n_lanes=3) as backend,
+    ):
+        tokens = golden_logits("more/tiny-qwen3moe-f16")["tokens"]
+        alone = prompt_logits(backend, tokens[:4], 1, is_decode=True)
+        streams = [Stream(lane, np.arange(20 * lane, 20 * lane + 20)) for lane in range(3)]
+        together = [
+            step(backend, *[Piece(stream, [token], is_decode=True) for stream in streams]).full for token in tokens[:4]
+        ]
+    for row, rows in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(rows, np.stack([row] * 3))

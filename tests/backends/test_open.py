@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cpu_streams import golden_model
+from cpu_streams import golden_logits, golden_model, mean_kl
 
 from llamatrio.backends.open import open_backend
 from llamatrio.config import EngineConfig
 from llamatrio.errors import BackendError, BackendUnavailableError
+from llamatrio.evaluate import logits
 from llamatrio.model.model import Model, open_model
 
 PATH = golden_model("tiny-llama-f16")
@@ -64,6 +65,14 @@ def test_auto_with_a_device_is_cuda_and_says_which(
         assert device_of(model).startswith("CUDA, Emulated GPU")
     assert caplog.messages[-1] == "device: CUDA, Emulated GPU, 8192 MiB"
     assert device_of(model, device="cuda").startswith("CUDA")
+
+
+def test_evaluation_on_the_gpu_agrees_with_the_cpu(emucuda: Any) -> None:
+    """All rows of logits of a text: more than the pinned results hold at once."""
+    ids = golden_logits("tiny-llama-f16")["tokens"]
+    cpu, cuda = (logits(PATH, ids.tolist(), backend=name, n_ubatch=64) for name in ("cpu", "cuda"))
+    assert cuda.shape == cpu.shape
+    assert mean_kl(cpu, cuda) < 1e-3
 
 
 def test_the_cpu_can_be_forced(emucuda: Any, model: Model) -> None:

@@ -186,8 +186,8 @@ def open_cuda_backend(
 
 
 def check_layers(spec: ModelSpec, n_gpu_layers: int) -> None:
-    """Raises BackendError unless all layers are wanted on the GPU."""
-    if 0 <= n_gpu_layers < spec.n_layer:
+    """Raises BackendError unless all layers are wanted on the GPU; 99 means all, as everywhere."""
+    if 0 <= n_gpu_layers < min(spec.n_layer, 99):
         raise BackendError(
             f"n_gpu_layers is {n_gpu_layers}, but the model's {spec.n_layer} layers run on the GPU all or not at all: "
             f"use -ngl {spec.n_layer} or more, or --device cpu"
@@ -214,7 +214,10 @@ def _open(
     with driver_errors("the model cannot be loaded"):
         weights = _load_weights(file, spec, gpu, arena, plan.weights, run, on_progress)
         shape = pool_shape(layout, limits.n_cells)
-        pool, scratch = arena.take(shape.nbytes), scratch_sizes(spec, heads, limits).placed(arena)
+        sizes = scratch_sizes(spec, heads, limits)
+        pool, scratch = arena.take(shape.nbytes), sizes.placed(arena)
+        if spec.n_expert:  # padding rows have no experts that would write their gates
+            arena.view(scratch.gates, sizes.gates).fill(0, stream=gpu.compute)
         model = DeviceModel(spec, weights, heads, pool, shape, scratch, limits)
         slots = owned.enter_context(step_slots(gpu, model, N_SLOTS))
         staging = owned.enter_context(ExitStack())
