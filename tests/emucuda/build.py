@@ -22,7 +22,7 @@ from llamatrio.config import cache_dir
 HERE = Path(__file__).parent
 DRIVER_FLAGS = [
     "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
-    "-fno-tree-loop-vectorize",  # gcc 12.2 with AVX drops the sums of mma's loop: its results were all zero
+    "-fno-tree-loop-vectorize",  # gcc 12.2 -O2 -mavx2 loses the sums of `c[i][j] += a[i][k] * b[k][j]`
 ]  # fmt: skip
 KERNEL_FLAGS = [
     "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w",

@@ -68,9 +68,12 @@ struct UnsignedByte {
   static uint32_t get(uint32_t bits, int i) { return uint8_t(bits >> 8 * i); }
 };
 
+// Rows are vectors by type: the loop vectorizer is off (see build.py).
 template <class Value>
 struct Operands {
-  Value a[16][32], b[32][8], sum[16][8];
+  typedef Value Row __attribute__((vector_size(8 * sizeof(Value))));
+  Value a[16][32];
+  Row b[32], sum[16];
 };
 
 template <class A, class B, class Value>
@@ -90,16 +93,18 @@ static int gather(const Warp& w, const MmaShape& shape, Operands<Value>& x) {
 
 template <class Value>
 static void multiply(const MmaShape& shape, Operands<Value>& x) {
-  for (int row = 0; row < shape.m; ++row)
-    for (int k = 0; k < shape.k; ++k)
-      for (int column = 0; column < 8; ++column) x.sum[row][column] += x.a[row][k] * x.b[k][column];
+  for (int row = 0; row < shape.m; ++row) {
+    auto sum = x.sum[row];
+    for (int k = 0; k < shape.k; ++k) sum += x.a[row][k] * x.b[k];
+    x.sum[row] = sum;
+  }
 }
 
-// Calls body(slot, i, sum) for each accumulator i of each lane.
-template <class Value, class Body>
-static void for_accumulators(Warp& w, int m, Operands<Value>& x, Body body) {
+// Calls body(slot, i, row, column) for each accumulator i of each lane.
+template <class Body>
+static void for_accumulators(Warp& w, int m, Body body) {
   for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < m / 4; ++i) body(w.slot[lane], i, x.sum[lane / 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)]);
+    for (int i = 0; i < m / 4; ++i) body(w.slot[lane], i, lane / 4 + 8 * (i >> 1), lane % 4 * 2 + (i & 1));
 }
 
 template <class A>
@@ -107,11 +112,12 @@ static void mma_float(Warp& w, const MmaShape& shape) {
   Operands<float> x;
   int c_at = gather<A, A>(w, shape, x);
   bool half = shape.f16_accumulator;
-  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, float& sum) {
-    sum = half ? f16(uint16_t(slot.in[c_at + i / 2] >> 16 * (i & 1))) : f32(slot.in[c_at + i]);
+  for_accumulators(w, shape.m, [&](LaneSlot& slot, int i, int row, int column) {
+    x.sum[row][column] = half ? f16(uint16_t(slot.in[c_at + i / 2] >> 16 * (i & 1))) : f32(slot.in[c_at + i]);
   });
   multiply(shape, x);
-  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, float& sum) {
+  for_accumulators(w, shape.m, [&](LaneSlot& slot, int i, int row, int column) {
+    float sum = x.sum[row][column];
     if (!half)
       slot.out[i] = bits_of(sum);
     else if (i & 1)
@@ -125,9 +131,11 @@ template <class A, class B>
 static void mma_int(Warp& w, const MmaShape& shape) {
   Operands<uint32_t> x;
   int c_at = gather<A, B>(w, shape, x);
-  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, uint32_t& sum) { sum = slot.in[c_at + i]; });
+  for_accumulators(w, shape.m, [&](LaneSlot& slot, int i, int row, int column) {
+    x.sum[row][column] = slot.in[c_at + i];
+  });
   multiply(shape, x);
-  for_accumulators(w, shape.m, x, [&](LaneSlot& slot, int i, uint32_t& sum) { slot.out[i] = sum; });
+  for_accumulators(w, shape.m, [&](LaneSlot& slot, int i, int row, int column) { slot.out[i] = x.sum[row][column]; });
 }
 
 static void multiply_matrices(Warp& w, const MmaShape& shape) {
