@@ -36,7 +36,8 @@ class Finding(NamedTuple):
     where: str
     """file.cu:12, or '' for a copy."""
     message: str
-    count: int
+    count: int  # type: ignore[assignment]
+    """How often; hides the tuple's own method of that name."""
 
 
 class Call(NamedTuple):

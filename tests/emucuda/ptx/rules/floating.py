@@ -149,12 +149,10 @@ def compare(e: Emitter, i: Instruction) -> None:
     d, *sources = i.operands
     targets = [d.first, d.second] if isinstance(d, Pair) else [d]
     if ty.lanes == 2:
-        tests = [
-            comparison(
-                i.parts[1], *(e.float_of(f"(uint16_t)({e.bits(s, ty)} >> {shift})", ty.lane) for s in sources[:2]), ty
-            )
-            for shift in (0, 16)
-        ]
+        tests = []
+        for shift in (0, 16):
+            x, y = (e.float_of(f"(uint16_t)({e.bits(s, ty)} >> {shift})", ty.lane) for s in sources[:2])
+            tests.append(comparison(i.parts[1], x, y, ty))
     else:
         test = comparison(i.parts[1], e.value(sources[0], ty), e.value(sources[1], ty), ty)
         tests = [test, f"!{test}"]
