@@ -21,10 +21,11 @@ from llamatrio.backends.cpu.memory import MemoryPlan, check_memory
 from llamatrio.backends.cuda.compiler import KernelLoader
 from llamatrio.backends.cuda.completion import completions
 from llamatrio.backends.cuda.device import Gpu, driver_errors, open_gpu
-from llamatrio.backends.cuda.forward import DeviceModel, PromptPass, choose
+from llamatrio.backends.cuda.forward import DeviceModel
 from llamatrio.backends.cuda.graphs import KernelsOnly, decode_graphs
 from llamatrio.backends.cuda.kernels.launcher import Launcher
 from llamatrio.backends.cuda.memory import MIB, DeviceArena, aligned, device_arena, pinned_memory
+from llamatrio.backends.cuda.passes import PromptPass, choose
 from llamatrio.backends.cuda.plan import StepPlan, check_batch
 from llamatrio.backends.cuda.shape import (
     MOST_CANDIDATES,
@@ -266,10 +267,18 @@ def _load_weights(
 def _load_prompt_kernels(model: DeviceModel, loader: KernelLoader) -> None:
     """Compiles and loads what prompts of any length launch, so that no step does."""
     dry = KernelsOnly(loader)
-    for n in (1, 64, 128):
-        rows = min(n, model.limits.max_rows)
+    for rows in sorted(_sizes_of_every_tile(model)):
         plan = StepPlan(0, 0, 0, rows, 1, 0, 0, 0, rows, np.empty(0, np.int64))
         prompt = PromptPass(model, dry, plan)
         prompt.enqueue()
         prompt.wanted_logits(0, min(rows, model.limits.n_logits))
     choose(model, dry, n_rows=1, k=1, ids=0, values=0, sums=0)
+
+
+def _sizes_of_every_tile(model: DeviceModel) -> set[int]:
+    """Rows of prompts that between them use tiles of 16, 64 and 128 rows, for whole matrices and for experts."""
+    spec, most = model.spec, model.limits.max_rows
+    sizes = {1, 17, 65}
+    if spec.n_expert:
+        sizes |= {-(-n * spec.n_expert // spec.n_expert_used) for n in (1, 17, 65)}
+    return {min(n, most) for n in sizes}

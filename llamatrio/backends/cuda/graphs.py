@@ -10,8 +10,9 @@ from cuda.core.graph import Graph
 
 from llamatrio.backends.cuda.compiler import KernelLoader
 from llamatrio.backends.cuda.device import Gpu, driver_errors, load_now
-from llamatrio.backends.cuda.forward import DecodePass, DeviceModel
+from llamatrio.backends.cuda.forward import DeviceModel
 from llamatrio.backends.cuda.kernels.launcher import Launcher
+from llamatrio.backends.cuda.passes import DecodePass
 
 
 class DecodeGraphs:

@@ -18,10 +18,11 @@ from cuda.core import Event
 
 from llamatrio.backends.cuda.completion import Completions, complete, running_future
 from llamatrio.backends.cuda.device import CUDAError, Gpu, driver_errors
-from llamatrio.backends.cuda.forward import DeviceModel, PromptPass, choose
+from llamatrio.backends.cuda.forward import DeviceModel
 from llamatrio.backends.cuda.graphs import DecodeGraphs
 from llamatrio.backends.cuda.kernels.launcher import Launcher
 from llamatrio.backends.cuda.memory import DeviceArena, PinnedMemory, aligned, pinned_memory
+from llamatrio.backends.cuda.passes import PromptPass, choose
 from llamatrio.backends.cuda.plan import StepPlan, plan_step
 from llamatrio.errors import BackendError
 from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
