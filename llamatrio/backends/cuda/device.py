@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from cuda.bindings import driver
-from cuda.core import Device, Event, EventOptions, Kernel, Stream
+from cuda.core import Device, DeviceMemoryResource, Event, EventOptions, Kernel, Stream
 from cuda.core._utils.cuda_utils import CUDAError as CUDAError  # cuda.core raises it but does not export it
 
 from llamatrio.backends.cuda.compiler import nvrtc_version
@@ -76,11 +76,19 @@ class Gpu:
         return event
 
     def memory(self) -> Memory:
-        """What is free and what there is. Raises BackendError."""
+        """What is free and what there is. Raises BackendError.
+
+        Free is also what the driver's pool keeps of an earlier backend of this process.
+        """
         status, free, total = driver.cuMemGetInfo()
         if status != driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"the device does not tell its memory: {status.name}")
-        return Memory(int(free), int(total))
+        with driver_errors("the device does not tell its memory"):
+            pool = self.device.memory_resource
+            kept = 0
+            if isinstance(pool, DeviceMemoryResource):  # a device without pools gives something simpler
+                kept = int(pool.attributes.reserved_mem_current) - int(pool.attributes.used_mem_current)
+        return Memory(int(free) + kept, int(total))
 
 
 def load_now(kernel: Kernel) -> None:
