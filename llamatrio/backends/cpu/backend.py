@@ -1,15 +1,14 @@
 """The CPU backend: a model in one arena, a compute thread with its team, and a copy thread.
 
 Two queues, as the Backend protocol has them. *compute* is one thread, member 0 of the team, which runs the steps in
-order. *copy* is one thread of low priority, which moves cells to and from records while steps run. A gather waits
-for the step queued last before it, so it reads what those steps wrote.
+order (compute.py). *copy* is one thread of low priority, which moves cells to and from records while steps run. A
+gather waits for the step queued last before it, so it reads what those steps wrote.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,7 @@ from llamatrio import config
 from llamatrio.backends.base import Gather, StagingBuffer
 from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.cells import CellPool, kv_layout
+from llamatrio.backends.cpu.compute import ComputeThread
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
 from llamatrio.backends.cpu.memory import MemoryPlan, available_bytes, check_memory
@@ -41,9 +41,8 @@ _COPY_NICENESS = 10
 class CpuBackend:
     """A Backend (backends/base.py) on this machine's processor. Made by `open_cpu_backend`."""
 
-    def __init__(self, spec: ModelSpec, machine: Machine, team: Team, level: Level, max_rows: int) -> None:
-        self._spec, self._machine, self._team, self._level, self._max_rows = spec, machine, team, level, max_rows
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-compute")
+    def __init__(self, spec: ModelSpec, machine: Machine, compute: ComputeThread, level: Level, max_rows: int) -> None:
+        self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy", initializer=_yield_to_steps)
         self._last_step: Future[StepOutput] | None = None
         self._is_closed = False
@@ -66,13 +65,13 @@ class CpuBackend:
 
     @property
     def device(self) -> str:
-        return f"CPU, {self._level.name} kernels, {self._team.n_members} threads"
+        return f"CPU, {self._level.name} kernels, {self._compute.n_threads} threads"
 
     def forward(self, batch: Batch) -> Future[StepOutput]:
         """Queues a step. Raises ValueError for a batch that does not fit the backend."""
         self._check_open()
         _check_batch(batch, self._spec, self._max_rows, self.n_cells)
-        self._last_step = self._compute.submit(self._run_step, batch)
+        self._last_step = self._compute.submit(batch)
         return self._last_step
 
     def gather_cells(self, cells: Int32Array, staging: StagingBuffer) -> Gather:
@@ -95,15 +94,9 @@ class CpuBackend:
     def close(self) -> None:
         """Waits for what is queued. Idempotent; `open_cpu_backend` calls it on leaving."""
         self._is_closed = True
-        self._compute.shutdown()
+        if self._last_step is not None:
+            self._last_step.exception()
         self._copy.shutdown()
-
-    def _run_step(self, batch: Batch) -> StepOutput:
-        started = time.perf_counter()
-        machine = self._machine
-        results = machine.load_batch(batch, machine.plan(batch))
-        compiled_step()(machine.step, machine.layers, machine.matrices, machine.batches, self._team.address, 0)
-        return results.step_output(time.perf_counter() - started)
 
     def _gather(self, cells: Int32Array, staging: StagingBuffer, after: Future[StepOutput] | None) -> None:
         if after is not None:
@@ -198,11 +191,9 @@ def open_cpu_backend(
             # Compiling is Python most of the time, loading and the kernels' compilation are not: they overlap.
             step = compiler.submit(compiled_step)
             machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level)
-            enter = step.result()
-        team.start(
-            lambda member: enter(machine.step, machine.layers, machine.matrices, machine.batches, team.address, member)
-        )
-        backend = CpuBackend(spec, machine, team, level, max_rows)
+            compiled = step.result()
+        compute = stack.enter_context(ComputeThread(machine, team, compiled))
+        backend = CpuBackend(spec, machine, compute, level, max_rows)
         stack.callback(backend.close)
         yield backend
 

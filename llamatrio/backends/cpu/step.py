@@ -26,8 +26,10 @@ costs less than the barrier it saves. Otherwise each row has an owner, who keeps
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 from numba import njit
@@ -188,22 +190,41 @@ def _run(step, layers, matrices, batches, team, member):
     barrier(team, member)
 
 
-def _enter(step, layers, matrices, batches, team, member):
-    """Member 0: runs one step with the team. Others: run every step that is posted, until the team stops."""
+def _enter(step, layers, matrices, batches, team, desk, member):
+    """Member 0 (the compute thread): waits for a step on the desk and runs it with the team; 0 when there will be
+    none. Others: run every step that is posted, until the team stops."""
     if member == 0:
+        if not await_post(desk, 1):
+            return 0
         post(team)
         _run(step, layers, matrices, batches, team, member)
-        return
+        return 1
     while await_post(team, member):
         _run(step, layers, matrices, batches, team, member)
+    return 0
+
+
+def _post(team):
+    post(team)
+
+
+class CompiledStep(NamedTuple):
+    """Compiled functions (or from the cache on disk)."""
+
+    enter: Callable[..., int]
+    """(step, layers, matrices, batches, team address, desk address, member), without the GIL."""
+    post: Callable[[int], None]
+    """(address): member 0 of a team lets the others go on."""
 
 
 @cache
-def compiled_step():
-    """`_enter`, compiled (or from the cache on disk): (step, layers, matrices, batches, team address, member)."""
+def compiled_step() -> CompiledStep:
+    """The step for any model, compiled for this machine."""
     configure_numba()
     if not Path(numba.config.CACHE_DIR).exists():
         log.info("compiling the CPU step, once for this machine: about ten seconds")
     table = "int64[:, ::1]"
-    signature = f"void(int64[::1], {table}, {table}, {table}, int64, int64)"
-    return njit(signature, nogil=True, cache=True)(_enter)
+    signature = f"int64(int64[::1], {table}, {table}, {table}, int64, int64, int64)"
+    return CompiledStep(
+        njit(signature, nogil=True, cache=True)(_enter), njit("void(int64)", nogil=True, cache=True)(_post)
+    )

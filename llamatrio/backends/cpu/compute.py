@@ -1,0 +1,101 @@
+"""The compute queue: steps in order, on a thread that is ready for the next one without the GIL.
+
+Rule 1. Whoever submits a step loads it into the tables and posts it, if the compute thread is free; otherwise the
+        compute thread does, when it has finished the step before. So nearly always a step begins the moment it is
+        submitted: the compute thread spins for a fraction of a millisecond after a step, in compiled code, before it
+        parks, and needs neither the GIL nor a wake-up by the system.
+Rule 2. The tables belong to the step that is posted, until its results have been copied out of them.
+
+The desk, on which steps are posted, is a `Team` of two: its member 0 is whoever posts, its member 1 the compute
+thread, which is member 0 of the team that runs the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from types import TracebackType
+from typing import NamedTuple
+
+from llamatrio.backends.cpu.machine import Machine, StepResults
+from llamatrio.backends.cpu.step import CompiledStep
+from llamatrio.backends.cpu.team import Team
+from llamatrio.sched.types import Batch, StepOutput
+
+
+class _Posted(NamedTuple):
+    """The step that has the tables, and what they point into."""
+
+    batch: Batch
+    future: Future[StepOutput]
+    results: StepResults
+    started: float
+
+
+class ComputeThread:
+    """Runs steps on a machine with a team that is not started yet. A context manager."""
+
+    def __init__(self, machine: Machine, team: Team, compiled: CompiledStep) -> None:
+        self._machine = machine
+        self._team = team
+        self._compiled = compiled
+        self._desk = Team(2)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Batch, Future[StepOutput]]] = deque()
+        self._posted: _Posted | None = None
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that a step runs on."""
+        return self._team.n_members
+
+    def __enter__(self) -> ComputeThread:
+        self._desk.__enter__()
+        self._team.start(self._enter)
+        self._desk.start(lambda _: self._serve())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._desk.__exit__(kind, error, trace)
+
+    def submit(self, batch: Batch) -> Future[StepOutput]:
+        """Queues a step."""
+        future: Future[StepOutput] = Future()
+        with self._lock:
+            self._waiting.append((batch, future))
+            if self._posted is None:
+                self._post_next()
+        return future
+
+    def _post_next(self) -> None:
+        """Loads and posts the oldest step that can be loaded. Under the lock, with the tables free."""
+        while self._waiting:
+            batch, future = self._waiting.popleft()
+            started = time.perf_counter()
+            try:
+                results = self._machine.load_batch(batch, self._machine.plan(batch))
+            except Exception as error:
+                future.set_exception(error)
+                continue
+            self._posted = _Posted(batch, future, results, started)
+            self._compiled.post(self._desk.address)
+            return
+
+    def _enter(self, member: int) -> int:
+        machine, team, desk = self._machine, self._team.address, self._desk.address
+        return self._compiled.enter(machine.step, machine.layers, machine.matrices, machine.batches, team, desk, member)
+
+    def _serve(self) -> None:
+        """The compute thread."""
+        while self._enter(0):
+            posted = self._posted
+            assert posted is not None
+            output = posted.results.step_output(time.perf_counter() - posted.started)
+            with self._lock:
+                self._posted = None
+                self._post_next()
+            posted.future.set_result(output)
