@@ -61,7 +61,9 @@ def quantize_q8_0(weights: Float32Array) -> UInt8Array:
         raise ValueError(f"expected rows of a multiple of 32 weights, not {weights.shape[-1]}")
     blocks = np.asarray(weights, dtype=np.float32).reshape(-1, 32)
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    # The inverse of a smaller scale would overflow; as a half float it is 0, so the codes do not matter.
+    has_inverse = scale > 1 / np.finfo(np.float32).max
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=has_inverse)
     scaled = blocks * inverse
     rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
     packed = np.concatenate([scale.astype("<f2").view(np.uint8), rounded.view(np.uint8)], axis=1)
