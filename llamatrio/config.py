@@ -51,6 +51,10 @@ class EngineConfig:
     seed: int | None = None
     """Default seed of requests that name none; None draws a fresh one for each."""
 
+    def n_ctx_seq(self, n_cells: int) -> int:
+        """Most tokens that a sequence may hold of a pool of `n_cells`."""
+        return n_cells if self.kv_unified else max(1, n_cells // self.n_parallel)
+
     def __post_init__(self) -> None:
         for name, low in (("n_ctx", 0), ("n_parallel", 1), ("n_batch", 1), ("n_ubatch", 1), ("n_threads", 0)):
             if getattr(self, name) < low:

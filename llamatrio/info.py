@@ -15,12 +15,13 @@ def describe(model: Model, *, n_ctx: int = 0, list_tensors: bool = False) -> str
     spec, tokenizer = model.spec, model.tokenizer
     types = Counter(tensor.type.name for tensor in model.file.tensors.values())
     n_ctx = n_ctx or spec.n_ctx_train
+    experts = f", {spec.n_expert} experts ({spec.n_expert_used} used)" if spec.n_expert else ""
     window = f", window {spec.window} on {sum(spec.windowed)} layers" if spec.window else ""
     lines = [
         f"file          {model.path}",
         f"name          {spec.name or model.name}",
         f"architecture  {spec.arch}, {spec.n_layer} layers, {spec.n_embd} wide, {spec.n_head} heads "
-        f"({spec.n_head_kv} KV) of {spec.head_dim}{window}",
+        f"({spec.n_head_kv} KV) of {spec.head_dim}{experts}{window}",
         f"parameters    {model.n_params / 1e6:.1f} M in {model.size_bytes / MIB:.1f} MiB "
         f"({', '.join(f'{n} {name}' for name, n in types.most_common())})",
         f"context       {spec.n_ctx_train} tokens in training",

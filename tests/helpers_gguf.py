@@ -120,9 +120,10 @@ def tiny_model(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Writes a small random model of `arch` (llama, qwen2, qwen3 or gemma3) that loads and runs; returns `path`.
+    """Writes a small random model of `arch` that loads and runs; returns `path`.
 
-    `type` is that of the matrices. `metadata` and `tensors` add to the file's own or replace them; a None removes.
+    `arch` is llama, qwen2, qwen3, phi3, gemma2 or gemma3; `type` that of the matrices. `metadata` and `tensors` add to
+    the file's own or replace them; a None removes.
     """
     has_vocabulary = "tokenizer.ggml.tokens" in (metadata or {})
     keys: dict[str, Any] = {
@@ -140,7 +141,7 @@ def tiny_model(
         f"{arch}.rope.freq_base": 10000.0,
         f"{arch}.rope.dimension_count": head_dim,
         **({} if has_vocabulary else tiny_vocabulary()),
-        **({f"{arch}.attention.sliding_window": window} if arch == "gemma3" else {}),
+        **({f"{arch}.attention.sliding_window": window} if arch in ("gemma2", "gemma3") else {}),
         **(metadata or {}),
     }
     n_vocab = len(keys["tokenizer.ggml.tokens"])
@@ -176,7 +177,10 @@ def _layer_shapes(arch: str, n_embd: int, n_q: int, n_kv: int, head_dim: int, n_
         shapes |= {"attn_q.bias": (n_q,), "attn_k.bias": (n_kv,), "attn_v.bias": (n_kv,)}
     if arch in ("qwen3", "gemma3"):
         shapes |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
-    if arch == "gemma3":
+    if arch == "phi3":
+        del shapes["attn_q.weight"], shapes["attn_k.weight"], shapes["attn_v.weight"], shapes["ffn_gate.weight"]
+        shapes |= {"attn_qkv.weight": (n_q + 2 * n_kv, n_embd), "ffn_up.weight": (2 * n_ff, n_embd)}
+    if arch in ("gemma2", "gemma3"):
         shapes |= {"post_attention_norm.weight": (n_embd,), "post_ffw_norm.weight": (n_embd,)}
     return shapes
 

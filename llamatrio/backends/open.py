@@ -58,11 +58,13 @@ def _require_device() -> None:
 def _open_cuda(model: Model, config: EngineConfig) -> AbstractContextManager[Backend]:
     from llamatrio.backends.cuda.backend import open_cuda_backend
 
+    n_cells = _n_cells(model, config)
     return open_cuda_backend(
         model.file,
         model.spec,
-        n_cells=config.n_ctx or model.spec.n_ctx_train,
+        n_cells=n_cells,
         n_lanes=config.n_parallel,
+        n_ctx=config.n_ctx_seq(n_cells),
         type_k=config.type_k,
         type_v=config.type_v,
         max_rows=_max_rows(config),
@@ -73,16 +75,22 @@ def _open_cuda(model: Model, config: EngineConfig) -> AbstractContextManager[Bac
 def _open_cpu(model: Model, config: EngineConfig) -> AbstractContextManager[Backend]:
     from llamatrio.backends.cpu.backend import open_cpu_backend  # loads the compiler: not for `import llamatrio`
 
+    n_cells = _n_cells(model, config)
     return open_cpu_backend(
         model.file,
         model.spec,
-        n_cells=config.n_ctx or model.spec.n_ctx_train,
+        n_cells=n_cells,
         n_lanes=config.n_parallel,
+        n_ctx=config.n_ctx_seq(n_cells),
         type_k=config.type_k,
         type_v=config.type_v,
         n_threads=config.n_threads,
         max_rows=_max_rows(config),
     )
+
+
+def _n_cells(model: Model, config: EngineConfig) -> int:
+    return config.n_ctx or model.spec.n_ctx_train
 
 
 def _max_rows(config: EngineConfig) -> int:

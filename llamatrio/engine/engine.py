@@ -41,7 +41,7 @@ class Engine:
         self.model = model
         self.config = config
         self.n_ctx = backend.n_cells
-        self.n_ctx_seq = self.n_ctx if config.kv_unified else max(1, self.n_ctx // config.n_parallel)
+        self.n_ctx_seq = config.n_ctx_seq(self.n_ctx)
         self.device = backend.device
         self._backend = backend
         self._totals = Totals()

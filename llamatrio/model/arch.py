@@ -1,51 +1,17 @@
-"""From a file's metadata to a ModelSpec, and the check that its tensors are what the spec needs.
-
-The facts of each architecture (rope style, norms, activation, windows) are llama.cpp's, from src/models/*.cpp.
-"""
+"""From a file's metadata to a ModelSpec. What only an architecture's name says is in families.py."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from llamatrio.errors import GGUFError, UnsupportedModelError
+from llamatrio.model.families import FAMILIES, Family
 from llamatrio.model.gguf import GGUFFile, Metadata
-from llamatrio.model.quants import can_dequantize
-from llamatrio.model.rope import yarn_magnitude
+from llamatrio.model.rope import LONG_FACTORS_NAME, SHORT_FACTORS_NAME, yarn_magnitude
 from llamatrio.model.spec import ModelSpec, RopeSpec
-
-_LAYERS_OF_GEMMA3_27B = 62
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What an architecture's name says about a model, beyond its metadata."""
-
-    rope_style: Literal["norm", "neox"]
-    activation: Literal["silu", "gelu"] = "silu"
-    has_qk_norm: bool = False
-    has_post_norm: bool = False
-    scales_embedding: bool = False
-    global_every: int = 0
-    """With a sliding window: every n-th layer attends to everything. 0: the architecture has no windows."""
-
-
-_FAMILIES = {
-    "llama": _Family(rope_style="norm"),
-    "qwen2": _Family(rope_style="neox"),
-    "qwen3": _Family(rope_style="neox", has_qk_norm=True),
-    "gemma3": _Family(
-        rope_style="neox",
-        activation="gelu",
-        has_qk_norm=True,
-        has_post_norm=True,
-        scales_embedding=True,
-        global_every=6,
-    ),
-}
+from llamatrio.model.tensors import check_tensors
 
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
@@ -56,13 +22,13 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         GGUFError: a key or tensor is missing or contradicts the others.
     """
     arch = file.metadata.string("general.architecture")
-    family = _FAMILIES.get(arch)
+    family = FAMILIES.get(arch)
     if family is None:
-        known = ", ".join(sorted(_FAMILIES))
+        known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"the architecture {arch!r} is not supported (supported: {known})")
     _refuse_unusable(file)
     spec = _read_spec(file, arch, family)
-    _check_tensors(file, spec)
+    check_tensors(file, spec)
     return spec
 
 
@@ -74,10 +40,8 @@ def _refuse_unusable(file: GGUFFile) -> None:
         raise GGUFError("the file holds a vocabulary only: it has no tensors")
 
 
-def _read_spec(file: GGUFFile, arch: str, family: _Family) -> ModelSpec:
+def _read_spec(file: GGUFFile, arch: str, family: Family) -> ModelSpec:
     keys = _Keys(file.metadata, arch)
-    if keys.count("expert_count", 0):
-        raise UnsupportedModelError(f"mixtures of experts are not supported ({arch}.expert_count is set)")
     n_embd, n_head, n_layer = keys.count("embedding_length"), keys.heads("head_count"), keys.count("block_count")
     n_head_kv = keys.heads("head_count_kv", n_head)
     if n_head % n_head_kv:
@@ -85,7 +49,8 @@ def _read_spec(file: GGUFFile, arch: str, family: _Family) -> ModelSpec:
     if n_layer > len(file.tensors):
         raise GGUFError(f"{arch}.block_count is {n_layer}, but the file has {len(file.tensors)} tensors")
     head_dim = _head_dim(keys, n_embd, n_head)
-    windowed = _windowed_layers(keys, family, n_layer)
+    window = _window(keys, family)
+    n_expert, n_expert_used = _experts(keys, family)
     return ModelSpec(
         arch=arch,
         name=file.metadata.string("general.name", arch),
@@ -96,18 +61,25 @@ def _read_spec(file: GGUFFile, arch: str, family: _Family) -> ModelSpec:
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
-        n_ff=keys.count("feed_forward_length"),
+        n_ff=_n_ff(keys, n_expert_used),
         norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
-        rope=_read_rope(keys, family, head_dim, has_windows=any(windowed)),
+        rope=_read_rope(file, keys, family, head_dim, has_windows=window > 0),
         activation=family.activation,
-        attn_scale=_attn_scale(arch, n_layer, n_embd // n_head, head_dim),
+        attn_scale=_attn_scale(family, n_layer, n_embd // n_head, head_dim),
         embd_scale=math.sqrt(n_embd) if family.scales_embedding else 1.0,
-        final_softcap=keys.number("final_logit_softcapping", 0.0) if arch == "gemma3" else 0.0,
-        window=keys.count("attention.sliding_window") if any(windowed) else 0,
-        windowed=windowed if any(windowed) else (),
-        has_qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        attn_softcap=keys.cap("attn_logit_softcapping", family.attn_softcap),
+        final_softcap=keys.cap("final_logit_softcapping", family.final_softcap),
+        window=window,
+        windowed=_windowed_layers(keys, family, n_layer) if window else (),
+        has_qkv_bias=family.has_all_biases or "blk.0.attn_q.bias" in file.tensors,
         has_qk_norm=family.has_qk_norm,
         has_post_norm=family.has_post_norm,
+        has_sinks=family.has_sinks,
+        has_all_biases=family.has_all_biases,
+        is_qkv_fused=family.may_be_fused and "blk.0.attn_qkv.weight" in file.tensors,
+        is_gate_up_fused=family.may_be_fused,
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
         tied_head="output.weight" not in file.tensors,
     )
 
@@ -141,6 +113,13 @@ class _Keys:
             raise GGUFError(f"key {self.name(key)!r} should be at least 1, not {value}")
         return value
 
+    def cap(self, key: str, default: float | None) -> float:
+        """A soft cap, 0 for none; with the default None the architecture has no such key."""
+        value = 0.0 if default is None else self.number(key, default)
+        if value < 0.0:
+            raise GGUFError(f"key {self.name(key)!r} should not be negative, not {value}")
+        return value
+
     def heads(self, key: str, default: int | None = None) -> int:
         """A count that the file may give per layer; llamatrio wants the same for each."""
         name = f"attention.{key}"
@@ -160,11 +139,32 @@ def _head_dim(keys: _Keys, n_embd: int, n_head: int) -> int:
     return head_dim
 
 
-def _attn_scale(arch: str, n_layer: int, n_embd_per_head: int, head_dim: int) -> float:
-    # Gemma 3 27B alone scales by its embedding's share of a head (query_pre_attn_scalar in its configuration).
-    if arch == "gemma3" and n_layer == _LAYERS_OF_GEMMA3_27B:
-        head_dim = n_embd_per_head
-    return float(head_dim**-0.5)
+def _attn_scale(family: Family, n_layer: int, n_embd_per_head: int, head_dim: int) -> float:
+    by_share = n_layer == family.n_layer_scaled_by_share
+    return float((n_embd_per_head if by_share else head_dim) ** -0.5)
+
+
+def _experts(keys: _Keys, family: Family) -> tuple[int, int]:
+    """How many experts there are, and how many of them a row takes."""
+    if not family.has_experts:
+        if keys.count("expert_count", 0):
+            raise UnsupportedModelError(
+                f"mixtures of experts are not supported in this architecture ({keys.arch}.expert_count is set)"
+            )
+        return 0, 0
+    n_expert, n_used = keys.count("expert_count"), keys.count("expert_used_count")
+    if n_used > n_expert:
+        raise GGUFError(f"key {keys.name('expert_used_count')!r} is {n_used}, but there are {n_expert} experts")
+    if keys.number("expert_weights_scale", 0.0) not in (0.0, 1.0):
+        raise UnsupportedModelError(f"scaled weights of experts are not supported ({keys.arch}.expert_weights_scale)")
+    return n_expert, n_used
+
+
+def _n_ff(keys: _Keys, n_expert_used: int) -> int:
+    """Width of the feed-forward block, or of one expert: older files give that of all experts of a row together."""
+    if not n_expert_used or not keys.has("expert_feed_forward_length"):
+        return keys.count("feed_forward_length") // max(1, n_expert_used)
+    return keys.count("expert_feed_forward_length")
 
 
 def _n_vocab(file: GGUFFile) -> int:
@@ -174,25 +174,36 @@ def _n_vocab(file: GGUFFile) -> int:
     return embedding.shape[0]
 
 
-def _windowed_layers(keys: _Keys, family: _Family, n_layer: int) -> tuple[bool, ...]:
-    if not family.global_every or not keys.has("attention.sliding_window"):
-        return (False,) * n_layer
-    if keys.metadata.integer(keys.name("attention.sliding_window")) == 0:
-        return (False,) * n_layer
-    pattern = keys.metadata.get(keys.name("attention.sliding_window_pattern"), family.global_every)
+def _window(keys: _Keys, family: Family) -> int:
+    """0 where no layer has one. phi3 files may give a window, but every layer attends to everything."""
+    if not family.global_every:
+        return 0
+    name = keys.name("attention.sliding_window")
+    window = keys.metadata.integer(name, family.window)
+    if window < 0:
+        raise GGUFError(f"key {name!r} should not be negative, not {window}")
+    return window
+
+
+def _windowed_layers(keys: _Keys, family: Family, n_layer: int) -> tuple[bool, ...]:
+    name = keys.name("attention.sliding_window_pattern")
+    pattern = keys.metadata.get(name, family.global_every)
     if isinstance(pattern, np.ndarray) and len(pattern) >= n_layer:
         return tuple(bool(is_windowed) for is_windowed in pattern[:n_layer])
     if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
-        raise GGUFError(f"key {keys.name('attention.sliding_window_pattern')!r} fits no {n_layer} layers")
+        raise GGUFError(f"key {name!r} fits no {n_layer} layers")
     return tuple(layer % pattern < pattern - 1 for layer in range(n_layer))
 
 
-def _read_rope(keys: _Keys, family: _Family, head_dim: int, *, has_windows: bool) -> RopeSpec:
+def _read_rope(file: GGUFFile, keys: _Keys, family: Family, head_dim: int, *, has_windows: bool) -> RopeSpec:
     n_dims = keys.count("rope.dimension_count", head_dim)
     if n_dims % 2 or n_dims > head_dim:
         raise GGUFError(f"key {keys.name('rope.dimension_count')!r} is {n_dims}: odd, or above {head_dim}")
     kind = keys.metadata.string(keys.name("rope.scaling.type"), "linear")
-    if kind not in ("none", "linear", "yarn"):
+    has_long_factors = family.has_long_factors and (
+        LONG_FACTORS_NAME in file.tensors or SHORT_FACTORS_NAME in file.tensors
+    )
+    if kind not in ("none", "linear", "yarn") and not (kind == "longrope" and has_long_factors):
         raise UnsupportedModelError(f"the rope scaling {kind!r} is not supported")
     base = keys.positive("rope.freq_base", 10000.0)
     if base <= 1.0:
@@ -206,7 +217,8 @@ def _read_rope(keys: _Keys, family: _Family, head_dim: int, *, has_windows: bool
         style=family.rope_style,
         base=base,
         scale=1.0 if kind == "none" else 1.0 / factor,
-        base_local=keys.positive("rope.freq_base_swa", 10000.0) if has_windows else 0.0,
+        base_local=_base_local(keys, family, base) if has_windows else 0.0,
+        has_long_factors=has_long_factors,
         yarn_factor=factor if kind == "yarn" else 0.0,
         n_ctx_orig=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         yarn_beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
@@ -216,58 +228,10 @@ def _read_rope(keys: _Keys, family: _Family, head_dim: int, *, has_windows: bool
     )
 
 
-def _check_tensors(file: GGUFFile, spec: ModelSpec) -> None:
-    """Every tensor that the spec needs is there, in its shape and in a type we can read, and no other is."""
-    expected = tensor_shapes(spec)
-    for name, shape in expected.items():
-        tensor = file.tensors.get(name)
-        if tensor is None:
-            raise GGUFError(f"the file has no tensor {name!r}")
-        if tensor.shape != shape:
-            raise GGUFError(f"tensor {name!r} has the shape {list(tensor.shape)}, not {list(shape)}")
-        if not can_dequantize(tensor.type):
-            raise UnsupportedModelError(f"tensor {name!r} has the type {tensor.type.name}, which is not supported")
-    for name, tensor in file.tensors.items():
-        if name == "rope_freqs.weight":
-            if tensor.shape != (spec.rope.n_dims // 2,) or not can_dequantize(tensor.type):
-                raise GGUFError(f"tensor {name!r} is not {spec.rope.n_dims // 2} numbers")
-        elif name not in expected:
-            raise UnsupportedModelError(f"tensor {name!r} is not known in the architecture {spec.arch!r}")
-
-
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes (NumPy order: [outputs, inputs]) of the tensors of a model.
-
-    `rope_freqs.weight`, float32 [rope.n_dims / 2], may come in addition.
-    """
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (spec.n_vocab, spec.n_embd),
-        "output_norm.weight": (spec.n_embd,),
-    }
-    if not spec.tied_head:
-        shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
-    for layer in range(spec.n_layer):
-        shapes.update({f"blk.{layer}.{name}": shape for name, shape in _layer_shapes(spec).items()})
-    return shapes
-
-
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    n_q, n_kv = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm.weight": (spec.n_embd,),
-        "attn_q.weight": (n_q, spec.n_embd),
-        "attn_k.weight": (n_kv, spec.n_embd),
-        "attn_v.weight": (n_kv, spec.n_embd),
-        "attn_output.weight": (spec.n_embd, n_q),
-        "ffn_norm.weight": (spec.n_embd,),
-        "ffn_gate.weight": (spec.n_ff, spec.n_embd),
-        "ffn_up.weight": (spec.n_ff, spec.n_embd),
-        "ffn_down.weight": (spec.n_embd, spec.n_ff),
-    }
-    if spec.has_qkv_bias:
-        shapes |= {"attn_q.bias": (n_q,), "attn_k.bias": (n_kv,), "attn_v.bias": (n_kv,)}
-    if spec.has_qk_norm:
-        shapes |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
-    if spec.has_post_norm:
-        shapes |= {"post_attention_norm.weight": (spec.n_embd,), "post_ffw_norm.weight": (spec.n_embd,)}
-    return shapes
+def _base_local(keys: _Keys, family: Family, base: float) -> float:
+    """0 where windowed layers rotate as all others do."""
+    if family.base_local is not None:
+        return keys.positive("rope.freq_base_swa", family.base_local)
+    if keys.positive("rope.freq_base_swa", base) != base:
+        raise UnsupportedModelError(f"windowed layers with a rope of their own ({keys.arch}.rope.freq_base_swa)")
+    return 0.0

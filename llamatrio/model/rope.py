@@ -12,12 +12,25 @@ from llamatrio.model.spec import RopeSpec
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
+FREQS_NAME = "rope_freqs.weight"
+SHORT_FACTORS_NAME, LONG_FACTORS_NAME = "rope_factors_short.weight", "rope_factors_long.weight"
+
+
+def factors_name(rope: RopeSpec, n_ctx: int) -> str:
+    """The tensor with the factors of `rope_frequencies`, where the file has it, for sequences of up to n_ctx tokens.
+
+    As in llama.cpp the size of the context decides, not the length of a text: what is cached must fit what follows.
+    """
+    if not rope.has_long_factors:
+        return FREQS_NAME
+    return LONG_FACTORS_NAME if n_ctx > rope.n_ctx_orig else SHORT_FACTORS_NAME
+
 
 def rope_frequencies(rope: RopeSpec, factors: Float32Array | None = None, *, windowed: bool = False) -> Float64Array:
     """Angle of each pair at position 1: float64 [n_dims / 2]. At position p it is p times this.
 
     Everything that depends on the pair alone is in it: base, linear scale, the factors tensor
-    (`rope_freqs.weight`, float32 [n_dims / 2]) and YaRN's ramp between interpolation and extrapolation
+    (`factors_name`, float32 [n_dims / 2]) and YaRN's ramp between interpolation and extrapolation
     (https://arxiv.org/abs/2309.00071, section 3.2). Sine and cosine are to be multiplied by `rope.attn_factor`.
     Windowed layers of a model with a local base use that base, unscaled.
     """

@@ -28,6 +28,8 @@ class RopeSpec:
     """Context length before YaRN's scaling."""
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
+    has_long_factors: bool = False
+    """The file has factors for contexts of up to n_ctx_orig tokens and others for longer ones (rope.factors_name)."""
     attn_factor: float = 1.0
     """Factor on sine and cosine, YaRN's own magnitude included."""
 
@@ -46,6 +48,7 @@ class ModelSpec:
     n_head_kv: int
     head_dim: int
     n_ff: int
+    """Width of the feed-forward block; of one expert where there are experts."""
     norm_eps: float
     rope: RopeSpec
     activation: Literal["silu", "gelu", "swiglu_oai"]
@@ -64,6 +67,14 @@ class ModelSpec:
     has_qk_norm: bool = False
     has_post_norm: bool = False
     """gemma: RMS norm on the attention's and the feed-forward's output, before the residual."""
+    has_sinks: bool = False
+    """gpt-oss: a logit for each head that takes part in the softmax and attends to nothing."""
+    has_all_biases: bool = False
+    """gpt-oss: the attention's output, the router and the experts have biases, too."""
+    is_qkv_fused: bool = False
+    """phi3: one tensor has the rows of Q, K and V, in this order."""
+    is_gate_up_fused: bool = False
+    """phi3: one tensor, ffn_up, has the rows of gate and up, in this order."""
     n_expert: int = 0
     n_expert_used: int = 0
     tied_head: bool = False

@@ -82,6 +82,17 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     "soft-capped logits, MXFP4": lambda folder: small(
         folder, "gemma3", type=GGMLType.MXFP4, metadata={"gemma3.final_logit_softcapping": 2.0}
     ),
+    "fused products, long rope factors, half of a head rotated": lambda folder: small(
+        folder, "phi3", type=GGMLType.Q8_0,
+        metadata={"phi3.rope.dimension_count": 16, "phi3.rope.scaling.original_context_length": 32,
+                  "phi3.rope.scaling.attn_factor": 1.2},
+        tensors={"rope_factors_short.weight": np.ones(8, np.float32),
+                 "rope_factors_long.weight": np.linspace(1, 8, 8).astype(np.float32)},
+    ),
+    "both soft caps, small enough to bend": lambda folder: small(
+        folder, "gemma2", n_layer=3,
+        metadata={"gemma2.attn_logit_softcapping": 1.0, "gemma2.final_logit_softcapping": 2.0},
+    ),
     "linear scale, a bias, seven heads to one": lambda folder: small(
         folder, "qwen2", n_head=7, n_head_kv=1,
         metadata={"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0},

@@ -195,6 +195,18 @@ def test_too_little_memory_names_what_would_fit() -> None:
         open_cpu_backend(golden_model(MODEL), n_cells=2**36).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("model", "lacking"),
+    [
+        ("more/tiny-qwen3moe-f16", "no mixtures of experts, which qwen3moe needs"),
+        ("more/tiny-gpt-oss-mxfp4", "no mixtures of experts and no attention sinks, which gpt-oss needs"),
+    ],
+)
+def test_what_the_kernels_lack_is_named_with_who_has_it(model: str, lacking: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^the CPU backend has {lacking}; the CUDA backend runs it$"):
+        open_cpu_backend(golden_model(model), n_cells=64).__enter__()
+
+
 def test_a_head_size_without_whole_blocks_is_refused_for_q8_0() -> None:
     from dataclasses import replace
 

@@ -21,6 +21,7 @@ from llamatrio.model.spec import KVType
 from tests.helpers_gguf import write_gguf
 
 FLOAT_MODELS = ["tiny-llama-f16", "tiny-qwen2-f16", "tiny-qwen3-f16", "tiny-gemma3-f16", "tiny-qwen3-wide-bf16"]
+FLOAT_MODELS += ["more/tiny-gemma2-f16", "more/tiny-phi3-f16"]
 WIDE_TYPES = ["bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"]
 WIDE_TYPES += ["iq4_nl", "iq4_xs"]
 KV_KINDS: list[KVType] = ["f16", "q8_0"]

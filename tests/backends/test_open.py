@@ -14,7 +14,7 @@ from cpu_streams import golden_logits, golden_model, mean_kl
 
 from llamatrio.backends.open import open_backend
 from llamatrio.config import EngineConfig
-from llamatrio.errors import BackendError, BackendUnavailableError
+from llamatrio.errors import BackendError, BackendUnavailableError, UnsupportedModelError
 from llamatrio.evaluate import logits
 from llamatrio.model.model import Model, open_model
 
@@ -80,6 +80,13 @@ def test_the_cpu_can_be_forced(emucuda: Any, model: Model) -> None:
     assert device_of(model, n_gpu_layers=0).startswith("CPU")
     with pytest.raises(BackendError, match="n_gpu_layers is 0"):
         device_of(model, device="cuda", n_gpu_layers=0)
+
+
+def test_experts_run_on_cuda_and_are_refused_by_the_cpu(emucuda: Any) -> None:
+    with open_model(golden_model("more/tiny-gpt-oss-mxfp4")) as model:
+        assert device_of(model).startswith("CUDA")
+        with pytest.raises(UnsupportedModelError, match="gpt-oss needs; the CUDA backend runs it"):
+            device_of(model, device="cpu")
 
 
 class NoDevices:

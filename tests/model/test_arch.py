@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from llamatrio.errors import GGUFError, ModelError, UnsupportedModelError
-from llamatrio.model.arch import spec_from_gguf, tensor_shapes
+from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import GGMLType, open_gguf
-from llamatrio.model.rope import llama3_rope_factors, rope_frequencies, yarn_magnitude
+from llamatrio.model.rope import factors_name, llama3_rope_factors, rope_frequencies, yarn_magnitude
 from llamatrio.model.spec import ModelSpec, RopeSpec
+from llamatrio.model.tensors import tensor_shapes
 from tests.helpers_gguf import RawTensor, tiny_model, tiny_vocabulary, write_gguf
+
+GOLDEN = Path(__file__).parents[1] / "golden/models/more"
 
 
 def spec_of(path: Path, arch: str = "llama", **options: Any) -> ModelSpec:
@@ -86,6 +89,102 @@ def test_rope_scaling_kinds(tmp_path: Path) -> None:
     assert (yarn.yarn_factor, yarn.n_ctx_orig) == (4.0, 128)
     assert yarn.attn_factor == pytest.approx(1 + 0.1 * math.log(4))
     assert "'longrope'" in refusal(tmp_path, UnsupportedModelError, metadata={"llama.rope.scaling.type": "longrope"})
+
+
+def golden_spec(model: str) -> ModelSpec:
+    with open_gguf(GOLDEN / f"{model}.gguf") as file:
+        return spec_from_gguf(file)
+
+
+def test_gemma2(tmp_path: Path) -> None:
+    spec = golden_spec("tiny-gemma2-f16")
+    assert (spec.attn_softcap, spec.final_softcap) == (50.0, 30.0)
+    assert (spec.window, spec.windowed, spec.rope.base_local) == (32, (True, False, True, False), 0.0)
+    assert (spec.activation, spec.has_qk_norm, spec.has_post_norm) == ("gelu", False, True)
+    assert spec.embd_scale == pytest.approx(128**0.5)
+    silent = spec_of(tmp_path, "gemma2", metadata={"gemma2.attention.sliding_window": None})
+    assert (silent.attn_softcap, silent.final_softcap, silent.window) == (50.0, 30.0, 4096)
+
+
+def test_query_scale_of_the_largest_gemma2(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "gemma2", n_layer=46, n_embd=32, n_head=2, n_head_kv=1, head_dim=32)
+    assert spec.attn_scale == pytest.approx((32 / 2) ** -0.5)
+
+
+def test_phi3(tmp_path: Path) -> None:
+    spec = golden_spec("tiny-phi3-f16")
+    assert (spec.is_qkv_fused, spec.is_gate_up_fused, spec.rope.style) == (True, True, "neox")
+    assert not spec.rope.has_long_factors
+    ignored = spec_of(tmp_path, "phi3", metadata={"phi3.attention.sliding_window": 16})
+    assert (ignored.window, ignored.windowed) == (0, ())
+    apart: dict[str, Any] = {"blk.0.attn_qkv.weight": None}
+    apart |= {
+        f"blk.0.attn_{name}.weight": np.zeros((n, 64), np.float32) for name, n in zip("qkv", (128, 64, 64), strict=True)
+    }
+    assert not spec_of(tmp_path, "phi3", n_layer=1, tensors=apart).is_qkv_fused
+
+
+def test_rope_factors_of_short_and_long_contexts(tmp_path: Path) -> None:
+    factors = {f"rope_factors_{kind}.weight": np.ones(16, np.float32) for kind in ("short", "long")}
+    keys = {"phi3.rope.scaling.original_context_length": 100, "phi3.rope.scaling.attn_factor": 1.25}
+    rope = spec_of(tmp_path, "phi3", metadata=keys, tensors=factors).rope
+    assert (rope.n_ctx_orig, rope.attn_factor, rope.scale) == (100, 1.25, 1.0)
+    assert factors_name(rope, 100) == "rope_factors_short.weight"
+    assert factors_name(rope, 101) == "rope_factors_long.weight"
+    named = {"phi3.rope.scaling.type": "longrope"}
+    assert spec_of(tmp_path, "phi3", metadata=named, tensors=factors).rope.has_long_factors
+    assert "'longrope'" in refusal(tmp_path, UnsupportedModelError, "phi3", metadata=named)
+    short = factors | {"rope_factors_long.weight": None}
+    assert "rope_factors_long" in refusal(tmp_path, GGUFError, "phi3", tensors=short)
+    assert "rope_factors_short" in refusal(tmp_path, UnsupportedModelError, tensors=factors)
+
+
+def test_qwen3moe() -> None:
+    spec = golden_spec("tiny-qwen3moe-f16")
+    assert (spec.n_expert, spec.n_expert_used, spec.n_ff) == (8, 2, 128)
+    assert (spec.has_qk_norm, spec.has_all_biases, spec.has_sinks) == (True, False, False)
+
+
+@pytest.mark.parametrize("weights", ["f16", "mxfp4"])
+def test_gpt_oss(weights: str) -> None:
+    spec = golden_spec(f"tiny-gpt-oss-{weights}")
+    assert (spec.n_expert, spec.n_expert_used, spec.n_ff, spec.activation) == (4, 2, 128, "swiglu_oai")
+    assert (spec.has_sinks, spec.has_all_biases, spec.has_qkv_bias, spec.has_post_norm) == (True, True, True, False)
+    assert (spec.window, spec.windowed) == (32, (True, False, True, False))
+    assert (spec.rope.yarn_factor, spec.rope.n_ctx_orig) == (8.0, 256)
+    assert spec.rope.attn_factor == pytest.approx(1 + 0.1 * math.log(8))
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value", "kind"),
+    [
+        ("tiny-qwen3moe-f16", "expert_count", None, GGUFError),
+        ("tiny-qwen3moe-f16", "expert_used_count", 9, GGUFError),
+        ("tiny-qwen3moe-f16", "expert_weights_scale", 2.5, UnsupportedModelError),
+        ("tiny-gpt-oss-f16", "attention.sliding_window", None, GGUFError),
+        ("tiny-gpt-oss-f16", "rope.freq_base_swa", 10000.0, UnsupportedModelError),
+        ("tiny-gemma2-f16", "attn_logit_softcapping", -1.0, GGUFError),
+    ],
+)
+def test_what_contradicts_an_architecture_is_named(
+    tmp_path: Path, model: str, key: str, value: Any, kind: type[ModelError]
+) -> None:
+    with open_gguf(GOLDEN / f"{model}.gguf") as file:
+        arch = file.metadata.string("general.architecture")
+        metadata = dict(file.metadata) | {f"{arch}.{key}": value}
+        tensors = {n: RawTensor(int(t.type), t.shape, file.data(n).tobytes()) for n, t in file.tensors.items()}
+    kept = {name: found for name, found in metadata.items() if found is not None}
+    with open_gguf(write_gguf(tmp_path / "changed.gguf", kept, tensors)) as changed, pytest.raises(kind, match=key):
+        spec_from_gguf(changed)
+
+
+def test_experts_of_older_files_share_the_width(tmp_path: Path) -> None:
+    with open_gguf(GOLDEN / "tiny-qwen3moe-f16.gguf") as file:
+        metadata = dict(file.metadata) | {"qwen3moe.feed_forward_length": 256}
+        del metadata["qwen3moe.expert_feed_forward_length"]
+        tensors = {n: RawTensor(int(t.type), t.shape, file.data(n).tobytes()) for n, t in file.tensors.items()}
+    with open_gguf(write_gguf(tmp_path / "older.gguf", metadata, tensors)) as older:
+        assert spec_from_gguf(older).n_ff == 128
 
 
 def test_counts_per_layer_must_agree(tmp_path: Path) -> None:

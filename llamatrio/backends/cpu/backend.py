@@ -153,6 +153,7 @@ def open_cpu_backend(
     *,
     n_cells: int,
     n_lanes: int = 1,
+    n_ctx: int = 0,
     type_k: KVType = "f16",
     type_v: KVType = "f16",
     n_threads: int = 0,
@@ -165,6 +166,7 @@ def open_cpu_backend(
         spec: of the open file; None reads it.
         n_cells: size of the KV pool.
         n_lanes: sequences that may decode in one step.
+        n_ctx: most tokens of a sequence, which decides over long rope factors; 0: n_cells.
         n_threads: 0 takes the usable cores.
         max_rows: most rows of one batch.
 
@@ -173,8 +175,8 @@ def open_cpu_backend(
         BackendError: not enough memory; the message says what would fit.
         ValueError: an argument is out of range.
     """
-    if n_cells < 1 or n_lanes < 1 or n_threads < 0 or max_rows < 1:
-        raise ValueError(f"expected counts of at least 1, not {n_cells=} {n_lanes=} {n_threads=} {max_rows=}")
+    if n_cells < 1 or n_lanes < 1 or n_ctx < 0 or n_threads < 0 or max_rows < 1:
+        raise ValueError(f"expected counts of at least 1, not {n_cells=} {n_lanes=} {n_ctx=} {n_threads=} {max_rows=}")
     n_threads, max_rows, level = n_threads or config.n_usable_cores(), max(max_rows, n_lanes), current_level()
     with ExitStack() as stack:
         file = model if isinstance(model, GGUFFile) else stack.enter_context(open_gguf(model))
@@ -190,7 +192,7 @@ def open_cpu_backend(
         with ThreadPoolExecutor(1, thread_name_prefix="llamatrio-compile") as compiler:
             # Compiling is Python most of the time, loading and the kernels' compilation are not: they overlap.
             step = compiler.submit(compiled_step)
-            machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level)
+            machine = build_machine(file, spec, arena, pool, shapes, plan_for(n_cells), team, level, n_ctx or n_cells)
             compiled = step.result()
         compute = stack.enter_context(ComputeThread(machine, team, compiled))
         backend = CpuBackend(spec, machine, compute, level, max_rows)
@@ -202,7 +204,7 @@ def _plan_memory(
     file: GGUFFile, spec: ModelSpec, layout: KVLayout, plan_for: Callable[[int], ScratchPlan], n_cells: int
 ) -> MemoryPlan:
     """The whole arena. Raises BackendError where the machine does not have the memory."""
-    n_weights = weights_bytes(file)
+    n_weights = weights_bytes(file, spec)
 
     def plan(n: int) -> MemoryPlan:
         n_rope = 2 * padded(4 * n * spec.rope.n_dims)

@@ -25,14 +25,18 @@ from llamatrio.backends.cpu.weights import Int64Array, LoadedWeights, load_weigh
 from llamatrio.errors import UnsupportedModelError
 from llamatrio.model.gguf import GGUFFile
 from llamatrio.model.quants import dequantize
+from llamatrio.model.rope import factors_name
 from llamatrio.model.spec import KVType, ModelSpec
 from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
 
-ROPE_FACTORS_NAME = "rope_freqs.weight"
-
 
 def check_spec(spec: ModelSpec, type_k: KVType, type_v: KVType) -> None:
-    """Raises UnsupportedModelError for sizes that the kernels cannot take."""
+    """Raises UnsupportedModelError for features that the kernels lack, and for sizes that they cannot take."""
+    lacking = {"mixtures of experts": spec.n_expert, "attention sinks": spec.has_sinks}
+    if missing := [what for what, is_wanted in lacking.items() if is_wanted]:
+        raise UnsupportedModelError(
+            f"the CPU backend has no {' and no '.join(missing)}, which {spec.arch} needs; the CUDA backend runs it"
+        )
     if spec.head_dim % 16:
         raise UnsupportedModelError(f"the CPU needs a head size that is a multiple of 16, not {spec.head_dim}")
     if "q8_0" in (type_k, type_v) and spec.head_dim % 32:
@@ -149,10 +153,11 @@ def build_machine(
     scratch: ScratchPlan,
     team: Team,
     level: Level,
+    n_ctx: int,
 ) -> Machine:
     """Loads the weights and fills every table that does not change from step to step."""
     loaded = load_weights(file, spec, arena, level)
-    ropes = _rope_tables(file, spec, arena, pool.n_cells)
+    ropes = _rope_tables(file, spec, arena, pool.n_cells, n_ctx)
     for layer in range(spec.n_layer):
         row = loaded.layers[layer]
         row[t.K_POOL], row[t.V_POOL] = pool.k_rows(layer), pool.v_rows(layer)
@@ -174,11 +179,12 @@ def _fill(step: Int64Array, values: dict[int, int]) -> None:
         step[field] = value
 
 
-def _rope_tables(file: GGUFFile, spec: ModelSpec, arena: Arena, n_positions: int) -> list[RopeTable]:
+def _rope_tables(file: GGUFFile, spec: ModelSpec, arena: Arena, n_positions: int, n_ctx: int) -> list[RopeTable]:
     """One for all layers, or one for global layers and one for windowed layers."""
     factors = None
-    if ROPE_FACTORS_NAME in file.tensors:
-        factors = dequantize(file.data(ROPE_FACTORS_NAME), file.tensors[ROPE_FACTORS_NAME].type).ravel()
+    name = factors_name(spec.rope, n_ctx)
+    if name in file.tensors:
+        factors = dequantize(file.data(name), file.tensors[name].type).ravel()
     n_tables = 2 if spec.rope.base_local else 1
     tables = []
     for i in range(n_tables):

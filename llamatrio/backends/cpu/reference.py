@@ -1,7 +1,7 @@
 """The transformer in plain NumPy: slow, and the oracle that every backend is tested against.
 
 Weights are dequantized and nothing else is rounded, except K and V where a KV type is asked for. The
-architecture's facts come from ModelSpec; all of llama, qwen2, qwen3 and gemma3 run through the same lines.
+architecture's facts come from ModelSpec; all that the CPU backend runs goes through the same lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llamatrio.model.gguf import GGUFFile
 from llamatrio.model.quants import dequantize
-from llamatrio.model.rope import rope_frequencies
+from llamatrio.model.rope import factors_name, rope_frequencies
 from llamatrio.model.spec import KVType, ModelSpec
 
 Array = NDArray[np.floating[Any]]
@@ -55,13 +55,12 @@ def _attention_block(
     spec: ModelSpec, w: Mapping[str, Array], x: Array, positions: Array, layer: int, kv_type: KVType | None
 ) -> Array:
     h = rms_norm(x, w["attn_norm.weight"], spec.norm_eps)
-    q, k, v = (_project(spec, w, name, h) for name in ("attn_q", "attn_k", "attn_v"))
+    q, k, v = _queries_keys_values(spec, w, h)
     if spec.has_qk_norm:
         q = rms_norm(q, w["attn_q_norm.weight"], spec.norm_eps)
         k = rms_norm(k, w["attn_k_norm.weight"], spec.norm_eps)
-    angles = positions[:, None] * rope_frequencies(
-        spec.rope, _rope_factors(w), windowed=spec.is_windowed(layer)
-    ).astype(x.dtype)
+    factors = _rope_factors(spec, w, len(positions))
+    angles = positions[:, None] * rope_frequencies(spec.rope, factors, windowed=spec.is_windowed(layer)).astype(x.dtype)
     q, k = rotate(q, angles, spec), rotate(k, angles, spec)
     if kv_type is not None:
         k, v = kv_round(k, kv_type), kv_round(v, kv_type)
@@ -72,9 +71,20 @@ def _attention_block(
 
 def _feed_forward_block(spec: ModelSpec, w: Mapping[str, Array], x: Array) -> Array:
     h = rms_norm(x, w["ffn_norm.weight"], spec.norm_eps)
-    gate, up = h @ w["ffn_gate.weight"].T, h @ w["ffn_up.weight"].T
+    if spec.is_gate_up_fused:
+        gate, up = np.split(h @ w["ffn_up.weight"].T, 2, axis=1)
+    else:
+        gate, up = h @ w["ffn_gate.weight"].T, h @ w["ffn_up.weight"].T
     out = (activate(gate, spec.activation) * up) @ w["ffn_down.weight"].T
     return rms_norm(out, w["post_ffw_norm.weight"], spec.norm_eps) if spec.has_post_norm else out
+
+
+def _queries_keys_values(spec: ModelSpec, w: Mapping[str, Array], h: Array) -> tuple[Array, ...]:
+    """[T, heads, head_dim] each"""
+    if not spec.is_qkv_fused:
+        return tuple(_project(spec, w, name, h) for name in ("attn_q", "attn_k", "attn_v"))
+    together = (h @ w["attn_qkv.weight"].T).reshape(len(h), -1, spec.head_dim)
+    return tuple(np.split(together, [spec.n_head, spec.n_head + spec.n_head_kv], axis=1))
 
 
 def _project(spec: ModelSpec, w: Mapping[str, Array], name: str, h: Array) -> Array:
@@ -85,8 +95,8 @@ def _project(spec: ModelSpec, w: Mapping[str, Array], name: str, h: Array) -> Ar
     return out.reshape(len(h), -1, spec.head_dim)
 
 
-def _rope_factors(w: Mapping[str, Array]) -> NDArray[np.float32] | None:
-    factors = w.get("rope_freqs.weight")
+def _rope_factors(spec: ModelSpec, w: Mapping[str, Array], n_ctx: int) -> NDArray[np.float32] | None:
+    factors = w.get(factors_name(spec.rope, n_ctx))
     return None if factors is None else factors.astype(np.float32)
 
 

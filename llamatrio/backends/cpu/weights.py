@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +31,6 @@ Int64Array = NDArray[np.int64]
 EMBEDDING_NAME, HEAD_NAME, OUTPUT_NORM_NAME = "token_embd.weight", "output.weight", "output_norm.weight"
 _N_LOADERS = 2
 
-_MATRICES = {
-    t.Q: "attn_q.weight",
-    t.K: "attn_k.weight",
-    t.V: "attn_v.weight",
-    t.O: "attn_output.weight",
-    t.GATE: "ffn_gate.weight",
-    t.UP: "ffn_up.weight",
-    t.DOWN: "ffn_down.weight",
-}
 _VECTORS = {
     t.ATTN_NORM: "attn_norm.weight",
     t.Q_BIAS: "attn_q.bias",
@@ -51,6 +43,27 @@ _VECTORS = {
     t.POST_FFN_NORM: "post_ffw_norm.weight",
 }
 _OPTIONAL = {t.Q_BIAS, t.K_BIAS, t.V_BIAS, t.Q_NORM, t.K_NORM, t.POST_ATTN_NORM, t.POST_FFN_NORM}
+
+
+class Part(NamedTuple):
+    """Rows of a tensor that the kernels see as a matrix: all of most tensors, a part of one that holds several."""
+
+    name: str
+    first: int
+    n_rows: int
+
+
+def layer_parts(spec: ModelSpec) -> dict[int, Part]:
+    """The matrices of a layer by their index in tables.py; names without the layer's prefix."""
+    n_q, n_kv, n_ff, n_embd = spec.n_head * spec.head_dim, spec.n_head_kv * spec.head_dim, spec.n_ff, spec.n_embd
+    q, k, v = Part("attn_q.weight", 0, n_q), Part("attn_k.weight", 0, n_kv), Part("attn_v.weight", 0, n_kv)
+    if spec.is_qkv_fused:
+        q, k, v = (Part("attn_qkv.weight", *rows) for rows in ((0, n_q), (n_q, n_kv), (n_q + n_kv, n_kv)))
+    gate, up = Part("ffn_gate.weight", 0, n_ff), Part("ffn_up.weight", 0, n_ff)
+    if spec.is_gate_up_fused:
+        gate, up = Part("ffn_up.weight", 0, n_ff), Part("ffn_up.weight", n_ff, n_ff)
+    o, down = Part("attn_output.weight", 0, n_embd), Part("ffn_down.weight", 0, n_embd)
+    return dict(zip((t.Q, t.K, t.V, t.O, t.GATE, t.UP, t.DOWN), (q, k, v, o, gate, up, down), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +84,26 @@ class LoadedWeights:
         return self.panel_form is not None
 
 
-def weights_bytes(file: GGUFFile) -> int:
+def weights_bytes(file: GGUFFile, spec: ModelSpec) -> int:
     """Bytes that the weights of `file` take from an arena."""
-    return sum(padded(_stored_bytes(tensor)) for tensor in file.tensors.values())
-
-
-def _stored_bytes(tensor: TensorInfo) -> int:
-    if len(tensor.shape) == 1:
-        return 4 * tensor.shape[0]
-    return packed_bytes(tensor.type, *tensor.shape)
+    parts: dict[str, list[int]] = {}
+    for part in layer_parts(spec).values():
+        parts.setdefault(part.name, []).append(part.n_rows)
+    total = 0
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) == 1:
+            total += padded(4 * tensor.shape[0])
+            continue
+        n_rows = parts.get(name.split(".", 2)[-1], [tensor.shape[0]])
+        total += sum(padded(packed_bytes(tensor.type, n, tensor.shape[1])) for n in n_rows)
+    return total
 
 
 def check_weights(file: GGUFFile, spec: ModelSpec) -> None:
     """Raises ModelError, naming the tensor, where the file lacks one or has one that the kernels do not know."""
     for layer in range(spec.n_layer):
-        for name in _MATRICES.values():
-            _check_matrix(file, f"blk.{layer}.{name}")
+        for part in layer_parts(spec).values():
+            _check_matrix(file, f"blk.{layer}.{part.name}")
         for field, name in _VECTORS.items():
             if field not in _OPTIONAL:
                 _find(file, f"blk.{layer}.{name}")
@@ -120,15 +137,16 @@ def load_weights(file: GGUFFile, spec: ModelSpec, arena: Arena, level: Level) ->
             for field, name in _VECTORS.items():
                 if prefix + name in file.tensors:
                     layers[layer, field] = loader.vector(prefix + name)
-            for index, name in _MATRICES.items():
-                loader.matrix(prefix + name, matrices[layer * t.N_LAYER_MATRICES + index])
+            for index, part in layer_parts(spec).items():
+                row = matrices[layer * t.N_LAYER_MATRICES + index]
+                loader.matrix(part._replace(name=prefix + part.name), row)
         panel_form = _common_panel_form(loader.kernels.values())
         output_norm = loader.vector(OUTPUT_NORM_NAME)
         head = EMBEDDING_NAME if spec.tied_head else HEAD_NAME
-        loader.matrix(head, matrices[-1])
+        loader.matrix(Part(head, 0, spec.n_vocab), matrices[-1])
         embedding = int(matrices[-1, t.M_ADDRESS])
         if not spec.tied_head:
-            embedding = loader.place(EMBEDDING_NAME)
+            embedding = loader.place(Part(EMBEDDING_NAME, 0, spec.n_vocab))
         loader.finish()
     embedding_type = file.tensors[EMBEDDING_NAME].type
     return LoadedWeights(layers, matrices, embedding, embedding_type, output_norm, panel_form)
@@ -154,21 +172,22 @@ class _Loader:
         place.view(np.float32)[:] = values
         return int(place.ctypes.data)
 
-    def place(self, name: str) -> int:
+    def place(self, part: Part) -> int:
         """Address at which a matrix is being packed."""
-        tensor = self.file.tensors[name]
-        place = self.arena.take(packed_bytes(tensor.type, *tensor.shape))
-        self.pending.append(self.pool.submit(pack, tensor.type, self.file.data(name), place, level=self.level))
+        tensor = self.file.tensors[part.name]
+        place = self.arena.take(packed_bytes(tensor.type, part.n_rows, tensor.shape[1]))
+        raw = self.file.data(part.name)[part.first : part.first + part.n_rows]
+        self.pending.append(self.pool.submit(pack, tensor.type, raw, place, level=self.level))
         return int(place.ctypes.data)
 
-    def matrix(self, name: str, row: Int64Array) -> None:
+    def matrix(self, part: Part, row: Int64Array) -> None:
         """Fills a row of the table of matrices."""
-        tensor = self.file.tensors[name]
+        tensor = self.file.tensors[part.name]
         if tensor.type not in self.kernels:
             self.kernels[tensor.type] = linear_kernels(tensor.type, self.level)
         kernels = self.kernels[tensor.type]
-        row[t.M_ADDRESS] = self.place(name)
-        row[t.M_GROUPS] = -(-tensor.shape[0] // 16)
+        row[t.M_ADDRESS] = self.place(part)
+        row[t.M_GROUPS] = -(-part.n_rows // 16)
         row[t.M_K] = tensor.shape[1]
         row[t.M_ROWS_KERNEL] = kernels.rows
         row[t.M_PANEL_KERNEL] = kernels.panel or 0

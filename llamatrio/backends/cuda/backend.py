@@ -148,6 +148,7 @@ def open_cuda_backend(
     *,
     n_cells: int,
     n_lanes: int = 1,
+    n_ctx: int = 0,
     type_k: KVType = "f16",
     type_v: KVType = "f16",
     max_rows: int = 512,
@@ -161,6 +162,7 @@ def open_cuda_backend(
         spec: of the open file; None reads it.
         n_cells: size of the KV pool.
         n_lanes: sequences that may be in one step.
+        n_ctx: most tokens of a sequence, which decides over long rope factors; 0: n_cells.
         max_rows: most rows of one batch.
         n_gpu_layers: all of the model's layers or more (or below 0).
         on_progress: told of the bytes loaded; None writes to the log.
@@ -171,15 +173,15 @@ def open_cuda_backend(
         BackendError: not enough memory (the message says what would fit), some layers only, or the driver failed.
         ValueError: an argument is out of range.
     """
-    if n_cells < 1 or n_lanes < 1 or max_rows < 1:
-        raise ValueError(f"expected counts of at least 1, not {n_cells=} {n_lanes=} {max_rows=}")
+    if n_cells < 1 or n_lanes < 1 or n_ctx < 0 or max_rows < 1:
+        raise ValueError(f"expected counts of at least 1, not {n_cells=} {n_lanes=} {n_ctx=} {max_rows=}")
     limits = Limits(n_cells, n_lanes, max(max_rows, n_lanes))
     with ExitStack() as owned:
         file = model if isinstance(model, GGUFFile) else owned.enter_context(open_gguf(model))
         spec = spec or spec_from_gguf(file)
         check_layers(spec, n_gpu_layers)
         check_spec(spec)
-        backend = _open(file, spec, limits, type_k, type_v, on_progress, owned)
+        backend = _open(file, spec, limits, n_ctx or n_cells, type_k, type_v, on_progress, owned)
         try:
             yield backend
         finally:
@@ -199,6 +201,7 @@ def _open(
     file: GGUFFile,
     spec: ModelSpec,
     limits: Limits,
+    n_ctx: int,
     type_k: KVType,
     type_v: KVType,
     on_progress: Progress | None,
@@ -213,7 +216,7 @@ def _open(
     loader = KernelLoader(gpu.arch, config.cache_dir() / "kernels")
     run = Launcher(loader, gpu.compute)
     with driver_errors("the model cannot be loaded"):
-        weights = _load_weights(file, spec, gpu, arena, plan.weights, run, on_progress)
+        weights = _load_weights(file, spec, gpu, arena, plan.weights, run, n_ctx, on_progress)
         shape = pool_shape(layout, limits.n_cells)
         sizes = scratch_sizes(spec, heads, limits)
         pool, scratch = arena.take(shape.nbytes), sizes.placed(arena)
@@ -254,6 +257,7 @@ def _load_weights(
     arena: DeviceArena,
     n_stored: int,
     run: Launcher,
+    n_ctx: int,
     on_progress: Progress | None,
 ) -> ModelWeights:
     """The weights at the front of the arena; what lies behind them is the load area."""
@@ -261,7 +265,7 @@ def _load_weights(
         pinned = loading.enter_context(pinned_memory(2 * HALF_BYTES, "loading"))
         owner = loading.enter_context(ExitStack())
         uploader = Uploader(gpu, pinned, arena, loading.enter_context(completions(gpu, "load")), owner)
-        return WeightLoader(file, spec, arena, arena.address + n_stored, uploader, run, on_progress).load()
+        return WeightLoader(file, spec, arena, arena.address + n_stored, uploader, run, n_ctx, on_progress).load()
 
 
 def _load_prompt_kernels(model: DeviceModel, loader: KernelLoader) -> None:

@@ -28,7 +28,7 @@ from llamatrio.backends.cuda.memory import MIB, DeviceArena, PinnedMemory, align
 from llamatrio.errors import ModelError, UnsupportedModelError
 from llamatrio.model.gguf import GGUFFile, TensorInfo
 from llamatrio.model.quants import dequantize
-from llamatrio.model.rope import rope_frequencies
+from llamatrio.model.rope import factors_name, rope_frequencies
 from llamatrio.model.spec import ModelSpec
 
 _log = logging.getLogger("llamatrio.model")
@@ -39,7 +39,6 @@ Progress = Callable[[int, int], None]
 HALF_BYTES = 8 * MIB
 """One of the two halves of the pinned upload buffer."""
 _SECONDS_BETWEEN_LINES = 2.0
-ROPE_FACTORS_NAME = "rope_freqs.weight"
 
 
 class Linear(NamedTuple):
@@ -183,9 +182,10 @@ class WeightLoader:
         load_area: DevicePointer,
         uploader: Uploader,
         run: Launcher,
+        n_ctx: int,
         on_progress: Progress | None = None,
     ) -> None:
-        self._file, self._spec, self._arena, self._load_area = file, spec, arena, load_area
+        self._file, self._spec, self._arena, self._load_area, self._n_ctx = file, spec, arena, load_area, n_ctx
         self._uploader, self._run, self._on_progress = uploader, run, on_progress or log_progress()
         self._n_done, self._n_bytes = 0, sum(file.data(name).nbytes for name in file.tensors)
 
@@ -238,8 +238,10 @@ class WeightLoader:
         return name in self._file.tensors
 
     def _turns(self, *, windowed: bool) -> DevicePointer:
-        factors = self._float32(ROPE_FACTORS_NAME) if self._has(ROPE_FACTORS_NAME) else None
-        return self._place(rope_turns(rope_frequencies(self._spec.rope, factors, windowed=windowed)))
+        rope = self._spec.rope
+        name = factors_name(rope, self._n_ctx)
+        factors = self._float32(name) if self._has(name) else None
+        return self._place(rope_turns(rope_frequencies(rope, factors, windowed=windowed)))
 
     def _optional_vector(self, name: str) -> DevicePointer:
         return self._vector(name) if self._has(name) else 0
