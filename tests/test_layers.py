@@ -1,9 +1,9 @@
 """Imports go one way: errors, config <- model <- kv <- sched <- backends <- engine <- server <- cli.
 
-The rule, exactly. A module imports llamatrio modules of its own layer or of layers to its left. `version` and `errors`
-stand with `config` at the left end; `info`, `cli_flags`, `evaluate`, `__main__` and the package's `__init__` with `cli`
-at the right end. And `backends` see only values of kv and sched: `kv.cells` and `sched.types`, not the code that
-decides. All imports count, those inside functions and for type checkers as well.
+The rule, exactly. A module imports llamatrio modules of its own layer or of layers to its left. `version`, `errors`
+and `progress` stand with `config` at the left end; `info`, `cli_flags`, `evaluate`, `__main__` and the package's
+`__init__` with `cli` at the right end. And `backends` see only values of kv and sched: `kv.cells` and `sched.types`,
+not the code that decides. All imports count, those inside functions and for type checkers as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("config", "model", "kv", "sched", "backends", "engine", "server", "cli")
-LAYER_OF = {"errors": "config", "version": "config"} | dict.fromkeys(
+LAYER_OF = {"errors": "config", "version": "config", "progress": "config"} | dict.fromkeys(
     ("info", "cli_flags", "evaluate", "__main__", "__init__"), "cli"
 )
 BACKENDS_SEE = {"llamatrio.kv.cells", "llamatrio.sched.types"}
@@ -83,6 +83,13 @@ def test_packages_stay_where_they_belong(module: str) -> None:
         allowed = ONLY_IN.get(name.split(".")[0])
         if allowed is not None and LAYERS[layer_of(module)] not in allowed:
             assert any(part.startswith(f"{place}.") for place in allowed), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(("device", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_backends_share_nothing_but_what_stands_beside_them(device: str, other: str) -> None:
+    for module, path in modules().items():
+        if module.startswith(f"llamatrio.backends.{device}."):
+            assert not [name for name in imports(path) if name.startswith(f"llamatrio.backends.{other}")], module
 
 
 def test_only_config_reads_the_environment() -> None:

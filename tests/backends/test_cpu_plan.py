@@ -8,8 +8,9 @@ from cpu_streams import Piece, Stream, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamatrio.backends.cpu.memory import MIB, MemoryPlan, check_memory
 from llamatrio.backends.cpu.plan import BLOCK, LEAST_PANEL_ROWS, Plan, plan_rows
+from llamatrio.backends.memory import MemoryPlan, check_memory
+from llamatrio.config import MIB
 from llamatrio.errors import BackendError
 
 

@@ -292,6 +292,16 @@ def test_what_the_kernels_do_not_have_is_refused(emucuda: Control) -> None:
             check_spec(replace(spec, **change))
 
 
+def test_loading_tells_how_far_it_is(emucuda: Control) -> None:
+    """To the end, also where a file has tensors that no upload is for."""
+    told: list[tuple[int, int]] = []
+    with open_cuda_backend(golden_model("tiny-llama-f16"), n_cells=32, on_progress=lambda *n: told.append(n)):
+        done, total = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert set(total) == {done[-1]}
+    assert len(told) > 20
+
+
 def test_memory_is_planned_before_it_is_taken(emucuda: Control) -> None:
     emucuda.set_memory(280 << 20)
     emucuda.forget_counts()

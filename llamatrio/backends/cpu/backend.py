@@ -24,11 +24,12 @@ from llamatrio.backends.cpu.cells import CellPool, kv_layout
 from llamatrio.backends.cpu.compute import ComputeThread
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
-from llamatrio.backends.cpu.memory import MemoryPlan, available_bytes, check_memory
+from llamatrio.backends.cpu.memory import available_bytes
 from llamatrio.backends.cpu.scratch import MOST_CANDIDATES, ScratchPlan, plan_scratch
 from llamatrio.backends.cpu.step import compiled_step
 from llamatrio.backends.cpu.team import Team
 from llamatrio.backends.cpu.weights import check_weights, weights_bytes
+from llamatrio.backends.memory import MemoryPlan, check_memory
 from llamatrio.errors import BackendError
 from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import GGUFFile, open_gguf

@@ -17,7 +17,6 @@ import numpy as np
 
 from llamatrio import config
 from llamatrio.backends.base import Gather, StagingBuffer
-from llamatrio.backends.cpu.memory import MemoryPlan, check_memory
 from llamatrio.backends.cuda.compiler import KernelLoader
 from llamatrio.backends.cuda.completion import completions
 from llamatrio.backends.cuda.device import Gpu, driver_errors, open_gpu
@@ -38,11 +37,13 @@ from llamatrio.backends.cuda.shape import (
 )
 from llamatrio.backends.cuda.step import Steps, step_slots
 from llamatrio.backends.cuda.transfer import CellTransfer, CudaStaging
-from llamatrio.backends.cuda.weights import HALF_BYTES, ModelWeights, Progress, Uploader, WeightLoader, weight_sizes
+from llamatrio.backends.cuda.weights import HALF_BYTES, ModelWeights, Uploader, WeightLoader, weight_sizes
+from llamatrio.backends.memory import MemoryPlan, check_memory
 from llamatrio.errors import BackendError
 from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
+from llamatrio.progress import Progress
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
 
 _log = logging.getLogger("llamatrio.engine")
@@ -165,7 +166,7 @@ def open_cuda_backend(
         n_ctx: most tokens of a sequence, which decides over long rope factors; 0: n_cells.
         max_rows: most rows of one batch.
         n_gpu_layers: all of the model's layers or more (or below 0).
-        on_progress: told of the bytes loaded; None writes to the log.
+        on_progress: told of the bytes loaded; a bar or lines of the log when None.
 
     Raises:
         BackendUnavailableError: no driver, no device, one that is too old, or no NVRTC.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -30,15 +28,12 @@ from llamatrio.model.gguf import GGUFFile, TensorInfo
 from llamatrio.model.quants import dequantize
 from llamatrio.model.rope import factors_name, rope_frequencies
 from llamatrio.model.spec import ModelSpec
+from llamatrio.progress import Progress, shown_progress
 
 _log = logging.getLogger("llamatrio.model")
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
-
 HALF_BYTES = 8 * MIB
 """One of the two halves of the pinned upload buffer."""
-_SECONDS_BETWEEN_LINES = 2.0
 
 
 class Linear(NamedTuple):
@@ -186,7 +181,11 @@ class WeightLoader:
         on_progress: Progress | None = None,
     ) -> None:
         self._file, self._spec, self._arena, self._load_area, self._n_ctx = file, spec, arena, load_area, n_ctx
-        self._uploader, self._run, self._on_progress = uploader, run, on_progress or log_progress()
+        self._uploader, self._run, self._on_progress = (
+            uploader,
+            run,
+            on_progress or shown_progress("loading weights", _log),
+        )
         self._n_done, self._n_bytes = 0, sum(file.data(name).nbytes for name in file.tensors)
 
     def load(self) -> ModelWeights:
@@ -198,6 +197,7 @@ class WeightLoader:
         output_norm = self._vector("output_norm.weight")
         head = embedding if spec.tied_head else self._matrix("output.weight")
         self._uploader.finish()
+        self._on_progress(self._n_bytes, self._n_bytes)
         return ModelWeights(embedding, layers, output_norm, head)
 
     def _layer(self, prefix: str, turns: DevicePointer) -> LayerWeights:
@@ -282,16 +282,3 @@ class WeightLoader:
     def _note(self, name: str) -> None:
         self._n_done += self._file.data(name).nbytes
         self._on_progress(self._n_done, self._n_bytes)
-
-
-def log_progress() -> Progress:
-    """A progress that writes a line of the log every few seconds."""
-    logged = time.monotonic()
-
-    def note(n_done: int, n_bytes: int) -> None:
-        nonlocal logged
-        if time.monotonic() - logged >= _SECONDS_BETWEEN_LINES:
-            logged = time.monotonic()
-            _log.info("loading weights: %d %% of %d MiB", 100 * n_done // max(n_bytes, 1), n_bytes // MIB)
-
-    return note
