@@ -19,6 +19,8 @@ import httpx
 import trio
 from e2e_tools import MODEL, sse, until
 
+from tests.emucuda import harness
+from tests.emucuda.control import Control
 from tests.server.http_tools import CERT, KEY, H2Client, Served, open_stream
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +57,13 @@ class Process:
 
 
 @asynccontextmanager
-async def running(*flags: str, tls: bool = False) -> AsyncIterator[Process]:
-    """A server with these flags, killed at the end if it still runs."""
-    command = [sys.executable, "-m", "llamatrio", "serve", *flags]
+async def running(*flags: str, tls: bool = False, emulated: bool = False) -> AsyncIterator[Process]:
+    """A server with these flags, killed at the end if it still runs; with `emulated` it finds a GPU."""
+    launcher = ["tests.emucuda.run", "llamatrio"] if emulated else ["llamatrio"]
+    command = [sys.executable, "-m", *launcher, "serve", *flags]
+    variables = environment() | (harness.environment() if emulated else {})
     async with trio.open_nursery() as nursery:
-        start = partial(trio.run_process, command, env=environment(), stderr=subprocess.PIPE, check=False)
+        start = partial(trio.run_process, command, env=variables, stderr=subprocess.PIPE, check=False)
         process: trio.Process = await nursery.start(start)
         server = Process(process, Served(0, trio.Event(), trio.Event(), tls))
         nursery.start_soon(_read_log, server)
@@ -138,6 +142,20 @@ async def test_the_issues_command_line_serves_every_cleartext_protocol_and_ends_
     assert " - saving prompt with length" in log
     assert "prompt cache update took" in log
     assert "Traceback" not in log
+
+
+async def test_a_gpu_is_taken_where_there_is_one_unless_the_cpu_is_asked_for(emucuda: Control) -> None:
+    flags = ("-m", str(MODEL), "-c", "256", "-np", "2", "--port", "0", "--ignore-eos", "-ctk", "q8_0", "-ctv", "q8_0")
+    for extra, device in (((), "device: CUDA, Emulated GPU"), (("--device", "cpu"), "device: CPU")):
+        async with running(*flags, *extra, emulated=True) as server:
+            async with server.served.client() as client:
+                await answer(client)
+            server.process.send_signal(signal.SIGTERM)
+            with trio.fail_after(30):
+                assert await server.process.wait() == 0
+        log = "\n".join(server.log)
+        assert device in log
+        assert "Traceback" not in log
 
 
 async def test_tls_speaks_what_alpn_agrees_on() -> None:

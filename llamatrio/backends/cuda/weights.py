@@ -23,7 +23,7 @@ from llamatrio.backends.cuda.kernels.launcher import DevicePointer, Launcher
 from llamatrio.backends.cuda.kernels.rows import rope_turns
 from llamatrio.backends.cuda.kernels.weights import Matrix, WeightType, planes_bytes
 from llamatrio.backends.cuda.memory import MIB, DeviceArena, PinnedMemory, aligned
-from llamatrio.errors import ModelError, UnsupportedModelError
+from llamatrio.errors import UnsupportedModelError
 from llamatrio.model.gguf import GGUFFile, TensorInfo
 from llamatrio.model.quants import dequantize
 from llamatrio.model.rope import factors_name, rope_frequencies
@@ -97,13 +97,13 @@ class WeightSizes(NamedTuple):
 
 
 def weight_sizes(file: GGUFFile, spec: ModelSpec) -> WeightSizes:
-    """What loading the file takes. Raises UnsupportedModelError, naming the tensor, for types without kernels."""
+    """What loading the file takes."""
     stored, load_area = 2 * aligned(4 * spec.rope.n_dims), 0
     for name, tensor in file.tensors.items():
         if not _is_matrix(name, tensor):
             stored += aligned(4 * math.prod(tensor.shape))
             continue
-        type, (n_expert, n_rows, k) = _weight_type(file, name, tensor), _matrix_shape(tensor)
+        type, (n_expert, n_rows, k) = _weight_type(tensor), _matrix_shape(tensor)
         stored += aligned(planes_bytes(type, n_expert * n_rows, k))
         if not type.is_float:
             load_area = max(load_area, aligned(file.data(name).nbytes))
@@ -121,15 +121,9 @@ def _matrix_shape(tensor: TensorInfo) -> tuple[int, int, int]:
     return n_expert, tensor.shape[-2], tensor.shape[-1]
 
 
-def _weight_type(file: GGUFFile, name: str, tensor: TensorInfo) -> WeightType:
-    if len(tensor.shape) not in (2, 3):
-        raise UnsupportedModelError(f"{file.path}: tensor {name} has {len(tensor.shape)} dimensions, not 2 or 3")
-    try:
-        return WeightType(int(tensor.type))
-    except ValueError:
-        raise UnsupportedModelError(
-            f"{file.path}: tensor {name} has the type {tensor.type.name}, which the CUDA kernels do not have"
-        ) from None
+def _weight_type(tensor: TensorInfo) -> WeightType:
+    """There are kernels for every type that the model package reads."""
+    return WeightType(int(tensor.type))
 
 
 class Uploader:
@@ -189,7 +183,7 @@ class WeightLoader:
         self._n_done, self._n_bytes = 0, sum(file.data(name).nbytes for name in file.tensors)
 
     def load(self) -> ModelWeights:
-        """All tensors of the model; waits until they are there. Raises ModelError, BackendError."""
+        """All tensors of the model; waits until they are there. Raises UnsupportedModelError, BackendError."""
         spec = self._spec
         turns = [self._turns(windowed=False), self._turns(windowed=True)]
         embedding = self._matrix("token_embd.weight")
@@ -247,7 +241,6 @@ class WeightLoader:
         return self._vector(name) if self._has(name) else 0
 
     def _vector(self, name: str) -> DevicePointer:
-        self._find(name)
         address = self._place(self._float32(name))
         self._note(name)
         return address
@@ -261,8 +254,8 @@ class WeightLoader:
         return address
 
     def _matrix(self, name: str) -> Matrix:
-        tensor = self._find(name)
-        type, (n_expert, n_out, k) = _weight_type(self._file, name, tensor), _matrix_shape(tensor)
+        tensor = self._file.tensors[name]
+        type, (n_expert, n_out, k) = _weight_type(tensor), _matrix_shape(tensor)
         n_rows = n_expert * n_out
         data = self._file.data(name).reshape(-1)
         planes = self._arena.take(planes_bytes(type, n_rows, k))
@@ -273,11 +266,6 @@ class WeightLoader:
             kernels.planar_rows(self._run, self._load_area, planes, type=type, n_rows=n_rows, k=k)
         self._note(name)
         return Matrix(type, planes, n_out, k, n_expert)
-
-    def _find(self, name: str) -> TensorInfo:
-        if name not in self._file.tensors:
-            raise ModelError(f"{self._file.path}: tensor {name} is missing")
-        return self._file.tensors[name]
 
     def _note(self, name: str) -> None:
         self._n_done += self._file.data(name).nbytes

@@ -86,11 +86,6 @@ class Matrix(NamedTuple):
     k: int
     n_expert: int = 1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes at `planes`."""
-        return planes_bytes(self.type, self.n_out * self.n_expert, self.k)
-
 
 def planes_bytes(type: WeightType, n_rows: int, k: int) -> int:
     """Bytes of a matrix in planes. ValueError when k does not fit the type's blocks."""
