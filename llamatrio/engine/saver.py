@@ -99,12 +99,10 @@ class Saver:
         finally:
             self._on_restored(ticket, ok)
             self._wake()
-        self._totals.restore_seconds += trio.current_time() - started
-        _log.info(
-            "restored %d tokens from the prompt cache in %.2f ms",
-            len(ticket.cells),
-            (trio.current_time() - started) * 1000,
-        )
+        seconds = trio.current_time() - started
+        self._totals.restore_seconds += seconds
+        if ok:
+            _log.info("restored %d tokens from the prompt cache in %.2f ms", len(ticket.cells), seconds * 1000)
 
     async def _gather(self, ticket: SaveTicket) -> list[UInt8Array]:
         pages: list[UInt8Array] = []

@@ -6,6 +6,7 @@ proves that nobody waits but the completion threads, and that nothing is allocat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,46 @@ async def test_a_failed_save_is_logged_and_the_server_goes_on(
         assert "failed to save" in caplog.text
         assert engine.stats().cells_pinned == 0
         assert (await run(engine, prompt(20, 2), 2))[0] == first
+
+
+@pytest.mark.parametrize("what", ["kernel", "graph.launch", "copy.h2d", "copy.d2h", "event.record"])
+async def test_a_step_that_fails_ends_its_requests_with_the_reason_and_the_next_ones_are_as_ever(
+    emucuda: Control, what: str
+) -> None:
+    async with open_engine(MODEL, **OPTIONS, cache_ram_mib=0) as engine:
+        expected, _ = await run(engine, prompt(20, 2), 8)
+        before = emucuda.live()
+        with trio.fail_after(60):
+            emucuda.fail_call(what, 4)
+            _, finished = await run(engine, prompt(20, 3), 40)
+            assert finished.reason == "error"
+            assert "CUDA_ERROR" in finished.error
+            assert "\n" not in finished.error
+            again, _ = await run(engine, prompt(20, 2), 8)
+        await settled(engine)
+        stats = engine.stats()
+        assert again == expected
+        assert stats.cells_pinned == 0
+        assert emucuda.live() == before
+
+
+@pytest.mark.parametrize("what", ["kernel:scatter_cells", "copy.h2d", "event.record"])
+async def test_a_failed_restore_is_logged_and_its_tokens_are_evaluated_again(
+    emucuda: Control, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    caplog.set_level(logging.INFO, "llamatrio")
+    async with open_engine(MODEL, **OPTIONS) as engine:
+        first, _ = await run(engine, prompt(40, 1), 10)
+        await settled(engine)
+        for seed in (2, 3):
+            await run(engine, prompt(200, seed), 2)
+            await settled(engine)
+        emucuda.fail_call(what, 1)
+        with trio.fail_after(60):
+            again, finished = await run(engine, prompt(40, 1), 10)
+        await settled(engine)
+        assert "failed to restore" in caplog.text
+        assert "restored " not in caplog.text
+        assert finished.n_cached == 0
+        assert engine.stats().cells_pinned == 0
+    assert again == first
