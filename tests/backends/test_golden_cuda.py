@@ -19,6 +19,7 @@ from llamatrio.backends.cuda.backend import open_cuda_backend
 from llamatrio.model.spec import KVType
 
 FLOAT_MODELS = ["tiny-llama-f16", "tiny-qwen2-f16", "tiny-qwen3-f16", "tiny-gemma3-f16", "tiny-qwen3-wide-bf16"]
+FLOAT_MODELS += ["more/tiny-gemma2-f16", "more/tiny-phi3-f16"]
 WIDE_TYPES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"]
 KV_KINDS: list[KVType] = ["f16", "q8_0"]
 Rows = Literal["prompt", "generated"]

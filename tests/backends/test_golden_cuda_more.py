@@ -1,7 +1,7 @@
-"""More architectures on CUDA against llama.cpp's logits.
+"""Mixtures of experts on CUDA against llama.cpp's logits: qwen3moe, and gpt-oss with its biases, sinks and YaRN.
 
-gemma2: both soft caps, alternating windows. phi3: fused products. qwen3moe: experts. gpt-oss: experts with biases,
-sinks, YaRN, alternating windows.
+The choice of experts makes them chaotic: where two experts are nearly as good, the last bit of a cached value decides,
+and the logits jump. So with rounded KV they are as far from llama.cpp as llama.cpp is from exact arithmetic.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def our_logits(model: str, kv: KVType) -> tuple[Array, Array]:
         return prompt_logits(backend, tokens, len(tokens)), prompt_logits(backend, tokens, 1, is_decode=True)
 
 
-@pytest.mark.parametrize("model", ["gemma2-f16", "phi3-f16", "qwen3moe-f16", "gpt-oss-f16"])
-def test_more_architectures_give_llama_cpps_distributions(model: str) -> None:
+@pytest.mark.parametrize("model", ["qwen3moe-f16", "gpt-oss-f16"])
+def test_float_weights_give_llama_cpps_distributions(model: str) -> None:
     theirs = golden_logits(f"more/tiny-{model}")["logits_f16"]
     for ours in our_logits(f"more/tiny-{model}", "f16"):
         assert np.isfinite(ours).all()
@@ -43,8 +43,6 @@ def test_more_architectures_give_llama_cpps_distributions(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "kv"),
     [
-        ("gemma2-f16", "q8_0"),
-        ("phi3-f16", "q8_0"),
         ("qwen3moe-f16", "q8_0"),
         ("gpt-oss-f16", "q8_0"),
         ("gpt-oss-mxfp4", "f16"),
