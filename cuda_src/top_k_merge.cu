@@ -1,7 +1,7 @@
 // top_k_merge: the k largest logits of a row from its slices' (top_k_part.cu), and the logarithm of the sum of exp.
-//
-// ids i32, values f32 [n_rows][k]: by descending logit, of equal logits the lower id first; logsumexp f32 [n_rows].
-// Grid (n_rows), 256 threads: a thread to a slice, so n_parts is at most 256 (a vocabulary of 2^20). k at most n_vocab.
+// ids i32, values f32 [n_rows][k]: by descending logit, of equal ones the lower id first; logsumexp f32 [n_rows]. k at
+// most n_vocab. Grid (n_rows), 256 threads: a thread to one of at most 256 slices (a vocabulary of 2^20). Bytes moved
+// per row: 8 (2 n_parts + k) read, 8 k written.
 #include "top_k.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

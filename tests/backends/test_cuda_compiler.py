@@ -53,6 +53,14 @@ def test_the_report_covers_every_source_file() -> None:
     assert {one.name for one in all_variants()} == files
 
 
+def test_every_kernel_says_its_grid_and_the_bytes_it_moves() -> None:
+    for path in compiler.source_dir().glob("*.cu"):
+        header = path.read_text().partition("#include")[0]
+        assert header.startswith(f"// {path.stem}: "), path.name
+        assert "grid" in header.lower(), path.name
+        assert "bytes moved" in " ".join(header.lower().replace("//", "").split()), path.name
+
+
 def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compiler.KernelLoader("sm_80", tmp_path).compiled("add_rows", ())
     assert first.read_bytes().startswith(b"\x7fELF")
