@@ -32,6 +32,14 @@ _QWEN35_WORDS = (
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}"
 )
 _LLAMA3_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+# As o200k was trained, with Unicode's letter cases and marks; llama.cpp's engine knows those of ASCII only, and cuts
+# Devanagari and the like, and É after ü, elsewhere.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_ENDING = rf"(?:{_CONTRACTIONS})?"
+_O200K_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_O200K_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_O200K_ENDING}"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
+)
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _PUNCTUATION = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
 # The cased alphabets of DeepSeek's first vocabularies, range by range.
@@ -67,6 +75,7 @@ _RULES = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "gpt-4o": PreTokenizer((_O200K_WORDS,)),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]")),
     "deepseek-llm": PreTokenizer(
         (r"[\r\n]", rf"\s?{_CASED_LETTERS}+", rf"\s?{_PUNCTUATION}+", r"\s+\z", _CJK, r"\p{N}+")

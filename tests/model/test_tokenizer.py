@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from llamatrio.errors import GGUFError, ModelError, RequestError, UnsupportedModelError
 from llamatrio.model.metadata import Metadata
+from llamatrio.model.pretokenizer import pre_tokenizer
 from llamatrio.model.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers_gguf import spm_vocabulary, tiny_vocabulary
 
@@ -62,6 +65,24 @@ def test_pre_tokenizers_differ_in_digits() -> None:  # B31
     assert cut("qwen2") == ["2", "0", "2", "4"]
     assert cut("llama-bpe") == ["202", "4"]
     assert cut("gpt-2") == ["2024"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("HelloWorld helloWorld", "Hello|World| hello|World"),
+        ("HTTPServer it's IT'S", "HTTPServer| it's| IT'S"),
+        ("ÄÖüb/Été ÜberÄrger", "ÄÖüb|/Été| Über|Ärger"),
+        ("12345 6", "123|45| |6"),
+        ("a//\n\n b", "a|//\n\n| b"),
+        ("हिन्दी में", "हिन्दी| में"),
+        ("x  \n\n  y", "x|  \n\n| | y"),
+    ],
+)
+def test_words_of_o200k_end_where_a_capital_begins(text: str, words: str) -> None:
+    """The vocabulary of gpt-oss and Phi-4-mini: a letter's case counts in every alphabet, and marks are letters."""
+    split = Split(Regex(pre_tokenizer("gpt-4o").patterns[0]), "isolated")
+    assert "|".join(word for word, _ in split.pre_tokenize_str(text)) == words
 
 
 def test_unknown_pre_tokenizer_is_refused() -> None:  # B31
