@@ -53,6 +53,15 @@ def test_auto_without_a_driver_is_the_cpu_and_one_line(
     assert caplog.messages == ["running on the CPU: there is no CUDA driver (libcuda.so.1)", f"device: {device}"]
 
 
+def test_a_driver_without_cuda_python_is_the_cpu_and_a_reason(
+    emucuda: Any, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "llamatrio.backends.cuda.device", None)
+    with caplog.at_level(logging.INFO, "llamatrio.engine"):
+        assert device_of(model).startswith("CPU")
+    assert "cuda-python is not installed" in caplog.messages[0]
+
+
 def test_cuda_without_a_driver_is_an_error(model: Model, no_driver: None) -> None:
     with pytest.raises(BackendUnavailableError, match="there is no CUDA driver"):
         device_of(model, device="cuda")

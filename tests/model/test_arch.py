@@ -164,6 +164,7 @@ def test_gpt_oss(weights: str) -> None:
         ("tiny-gpt-oss-f16", "attention.sliding_window", None, GGUFError),
         ("tiny-gpt-oss-f16", "rope.freq_base_swa", 10000.0, UnsupportedModelError),
         ("tiny-gemma2-f16", "attn_logit_softcapping", -1.0, GGUFError),
+        ("tiny-gemma2-f16", "attention.sliding_window", -1, GGUFError),
     ],
 )
 def test_what_contradicts_an_architecture_is_named(
@@ -218,12 +219,19 @@ def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:  # B54
         ("llama.attention.head_count_kv", 3),
         ("llama.rope.dimension_count", 31),
         ("llama.rope.freq_base", 1.0),
+        ("llama.rope.freq_base", -1.0),
+        ("llama.rope.scaling.factor", -2.0),
         ("llama.attention.layer_norm_rms_epsilon", float("nan")),
         ("llama.embedding_length", "many"),
     ],
 )
 def test_absurd_values_are_named(tmp_path: Path, key: str, value: Any) -> None:
     assert key in refusal(tmp_path, GGUFError, metadata={key: value})
+
+
+def test_keys_and_values_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, UnsupportedModelError, metadata={"llama.attention.value_length": 16})
+    assert "keys of 32 and values of 16 dimensions" in message
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:  # B54
