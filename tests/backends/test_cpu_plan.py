@@ -1,4 +1,4 @@
-"""Which path each row takes, and the memory plan."""
+"""Which rows go together, and the memory plan."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from cpu_streams import Piece, Stream, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamatrio.backends.cpu.plan import BLOCK, LEAST_PANEL_ROWS, Plan, plan_rows
+from llamatrio.backends.cpu.plan import BLOCK, LEAST_SPAN_ROWS, Plan, plan_rows
 from llamatrio.backends.memory import MemoryPlan, check_memory
 from llamatrio.config import MIB
 from llamatrio.errors import BackendError
 
 
-def plan_of(*pieces: tuple[int, int, bool], has_panels: bool = True) -> Plan:
+def plan_of(*pieces: tuple[int, int, bool], has_spans: bool = True) -> Plan:
     """Pieces are (first position, rows, is_decode)."""
     made = []
     for lane, (position, n, is_decode) in enumerate(pieces):
         stream = Stream(lane, np.arange(2000))
         stream.n_past = position
         made.append(Piece(stream, np.zeros(n, np.int32), is_decode=is_decode))
-    return plan_rows(make_batch(made, n_lanes=len(pieces)), has_panels=has_panels, most_span_rows=128)
+    return plan_rows(make_batch(made, n_lanes=len(pieces)), has_spans=has_spans, most_span_rows=128)
 
 
-def test_generated_tokens_and_short_pieces_take_the_rows_path() -> None:
+def test_generated_tokens_and_short_pieces_are_lone_rows() -> None:
     plan = plan_of((100, 1, True), (0, 31, False), (200, 1, True))
-    assert (plan.n_rows, plan.n_panel, plan.spans) == (33, 0, ())
+    assert (plan.n_lone, plan.spans) == (33, ())
     assert plan.order.tolist() == list(range(33))
 
 
 def test_a_prompt_is_cut_at_absolute_blocks() -> None:
     # 50 .. 63 is short, 64 .. 127 whole, 128 .. 159 just long enough.
     plan = plan_of((50, 110, False))
-    assert (plan.n_rows, plan.n_panel) == (14, 96)
+    assert plan.n_lone == 14
     assert [(span.row, span.n_rows) for span in plan.spans] == [(14, 96)]
 
 
@@ -42,32 +42,31 @@ def test_spans_stay_within_one_sequence_and_the_limit() -> None:
     assert [(span.row, span.n_rows) for span in plan.spans] == [(1, 128), (129, 128), (257, 64), (321, 64)]
 
 
-def test_without_panels_every_row_takes_the_rows_path() -> None:
-    plan = plan_of((0, 200, False), has_panels=False)
-    assert (plan.n_rows, plan.n_panel, plan.spans) == (200, 0, ())
+def test_without_spans_every_row_is_a_lone_one() -> None:
+    plan = plan_of((0, 200, False), has_spans=False)
+    assert (plan.n_lone, plan.spans) == (200, ())
 
 
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(0, 300))
-def test_a_position_takes_the_same_path_wherever_a_block_border_cuts_the_prompt(start: int, n: int, cut: int) -> None:
+def test_a_position_goes_the_same_way_wherever_a_block_border_cuts_the_prompt(start: int, n: int, cut: int) -> None:
     border = (start + cut) // BLOCK * BLOCK
 
-    def panel_positions(first: int, last: int) -> set[int]:
+    def span_positions(first: int, last: int) -> set[int]:
         plan = plan_of((first, last - first, False))
-        return {first + int(row) for row in plan.order[plan.n_rows :]}
+        return {first + int(row) for row in plan.order[plan.n_lone :]}
 
-    whole = panel_positions(start, start + n)
+    whole = span_positions(start, start + n)
     if start < border < start + n:
-        assert panel_positions(start, border) | panel_positions(border, start + n) == whole
-    rows_on_panels = [sum(p // BLOCK == block for p in whole) for block in {p // BLOCK for p in whole}]
-    assert all(count >= LEAST_PANEL_ROWS for count in rows_on_panels)
+        assert span_positions(start, border) | span_positions(border, start + n) == whole
+    rows_in_spans = [sum(p // BLOCK == block for p in whole) for block in {p // BLOCK for p in whole}]
+    assert all(count >= LEAST_SPAN_ROWS for count in rows_in_spans)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 200)), min_size=1, max_size=5))
 def test_every_row_has_one_place(runs: list[tuple[int, int]]) -> None:
     plan = plan_of(*[(position, n, n == 1) for position, n in runs])
     assert sorted(plan.order.tolist()) == list(range(sum(n for _, n in runs)))
-    assert plan.n_rows + plan.n_panel == len(plan.order)
-    assert sum(span.n_rows for span in plan.spans) == plan.n_panel
+    assert sum(span.n_rows for span in plan.spans) == len(plan.order) - plan.n_lone
 
 
 def test_the_memory_plan_says_how_many_cells_would_fit() -> None:

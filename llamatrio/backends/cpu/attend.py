@@ -32,7 +32,7 @@ def rotate_and_store(step, layers, layer, member, n_members):
         if head < n_head:
             _bias_norm_rope(step, layers, layer, row, x, t.Q_BIAS, head, layers[layer, t.Q_NORM])
             call_kernel(step[t.F_SCALE], x, head_dim, step[t.ATTN_SCALE])
-            if step[t.K_IS_Q8] and (row < step[t.N_ROWS] or not step[t.N_SPANS]):
+            if step[t.K_IS_Q8] and (row < step[t.N_LONE] or not step[t.N_SPANS]):
                 out = step[t.QUERIES] + (row * n_head + head) * step[t.QUERY_BYTES]
                 call_kernel(step[t.F_QUANTIZE_QUERY], x, out, 1)
         elif head < n_head + n_kv:
@@ -111,15 +111,15 @@ def _attend_chunk(
 
 @inner
 def attend_chunks(step, layers, layer, batches, member, n_members):
-    """The rows path's chunks into STATES, shared evenly; a row's states lie together, chunk after chunk."""
+    """The lone rows' chunks into STATES, shared evenly; a row's states lie together, chunk after chunk."""
     n_head, n_kv, n_batches = step[t.N_HEAD], step[t.N_HEAD_KV], len(batches)
     group, per_chunk = n_head // n_kv, n_kv * n_batches
     total = 0
-    for row in range(step[t.N_ROWS]):
+    for row in range(step[t.N_LONE]):
         total += _n_chunks(step, layers, layer, row) * per_chunk
     first, last = share(total, member, n_members)
     before, unit = 0, 0
-    for row in range(step[t.N_ROWS]):
+    for row in range(step[t.N_LONE]):
         n_chunks = _n_chunks(step, layers, layer, row)
         first_chunk = _first_chunk(step, layers, layer, row)
         for i in range(max(0, first - unit), min(n_chunks * per_chunk, last - unit)):
@@ -128,7 +128,7 @@ def attend_chunks(step, layers, layer, batches, member, n_members):
             state = step[t.STATES] + ((before + chunk) * n_head + head) * step[t.STATE_BYTES]
             next_row, next_chunk, next_head = row, first_chunk + (i + 1) // per_chunk, (i + 1) % per_chunk // n_batches
             if i + 1 == n_chunks * per_chunk:
-                next_row = min(row + 1, step[t.N_ROWS] - 1)
+                next_row = min(row + 1, step[t.N_LONE] - 1)
                 next_chunk = _first_chunk(step, layers, layer, next_row)
             _attend_chunk(
                 step, layers, layer, batches, member, row, first_chunk + chunk, kv_head, batch, state,
@@ -169,7 +169,7 @@ def finish_chunks(step, layers, layer, member, row, out):
 
 @inner
 def attend_by_tickets(step, layers, layer, batches, member, first_row, n_rows):
-    """Spans of the panel path, and whole rows [first_row, first_row + n_rows), into ATTN_OUT.
+    """Spans, and whole rows [first_row, first_row + n_rows), into ATTN_OUT.
 
     Whoever is free takes the next. The last ones see most: they go first, so that nobody is left with a long one.
     """

@@ -1,24 +1,23 @@
-"""Attention of many consecutive rows of one sequence at once, on AMX tiles.
+"""Attention of many consecutive rows of one sequence at once, on tiles (flash_tiles.py).
 
 Theory of operation. A *query tile* is 16 rows of one query head, one per lane: scores, largest score and sum of
 weights are vectors over rows, so the softmax needs no sum across lanes. For each CHUNK of positions (at multiples of
-CHUNK, so that a row's bits depend on its own position alone) the cells of a kv head are collected once and
-rounded to bf16, and then every query tile that sees them does
+CHUNK, so that a row's bits depend on its own position alone) the cells of a kv head are collected once, as tiles, and
+then every query tile that sees them does
 
     scores   S [cells][16]     = K [cells][head_dim] x Q [head_dim][16]          tiles
     weights  P [cells][16]     = 2 ** (S - largest), 0 where hidden              vectors
     output   O [head_dim][16]  = O * 2 ** (old largest - largest) + V [head_dim][cells] x P    tiles
 
-Q, K, V and P are bf16 in the layouts that the tile product reads: its left operand has rows of 32 consecutive
-elements along the summed dimension, its right operand rows of pairs.
+K and V are left tiles, Q and P right ones:
 
-    queries   [n_heads][n_tiles][head_dim / 32][16 pairs of dims][16 rows] pairs of bf16
-    packed    bf16: K [CHUNK / 16][head_dim / 32][16 cells][32 dims], then
-              V [CHUNK / 32][head_dim / 16][16 dims][32 cells]
+    queries   [n_heads][n_tiles][head_dim / 32] right tiles: 32 dims x 16 rows
+    packed    K [CHUNK / 16][head_dim / 32] left tiles: 16 cells x 32 dims, then
+              V [CHUNK / 32][head_dim / 16] left tiles: 16 dims x 32 cells
     states    [n_heads][n_tiles] of tile_state_bytes: O f32 [head_dim][16], largest [16], sum [16]
 
 Scores are in units of ln 2 (log2 e is multiplied into the query, or after the soft cap), which saves the exponential
-a product and half of its range reduction; its error of 3e-6 is nothing beside the rounding of P to bf16.
+a product and half of its range reduction; its error of 3e-6 is below what the cache itself has lost.
 
 Lanes past the last row of a span compute what nobody reads. A lane to which a whole chunk is hidden keeps its state:
 its weights are 0 and its factor is 1; before its first visible cell it gathers garbage, which the factor 0 then clears.
@@ -27,23 +26,30 @@ its weights are 0 and its factor is 1; before its first visible cell it gathers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llvmlite import ir
 
 from llamatrio.backends.cpu.attention import CHUNK, AttentionShape, Rows
+from llamatrio.backends.cpu.flash_tiles import (
+    MOST_RESULTS,
+    MOST_TILE_BYTES,
+    RESULT_BYTES,
+    TILE_DIMS,
+    TILE_ROWS,
+    Tiles,
+    transpose,
+)
 from llamatrio.backends.cpu.ops import F32, MASKED, VECTOR, capped
 from llamatrio.backends.cpu.vector import LANES, Asm, Value, f32, i32, vf32, vi32
 
-TILE = 1024
 LOG2_E = 1.4426950408889634
 _EXP2 = [math.log(2) ** n / math.factorial(n) for n in range(6)]
-_TILE_CELLS, _TILE_DIMS, _ACCUMULATORS = 16, 32, 4
 
 
-def has_flash(shape: AttentionShape, *, has_amx: bool) -> bool:
+def has_flash(shape: AttentionShape) -> bool:
     """Whether these kernels exist for heads of this shape."""
-    return has_amx and shape.head_dim % _TILE_DIMS == 0
+    return shape.head_dim % TILE_DIMS == 0
 
 
 def most_span_rows(group: int) -> int:
@@ -57,8 +63,8 @@ def tile_state_bytes(head_dim: int) -> int:
 
 
 def queries_bytes(head_dim: int, group: int) -> int:
-    """Bytes of the queries of a span."""
-    return group * most_span_rows(group) // LANES * (head_dim // _TILE_DIMS) * TILE
+    """Bytes of the queries of a span, at any level (as all sizes here)."""
+    return group * most_span_rows(group) // LANES * (head_dim // TILE_DIMS) * MOST_TILE_BYTES
 
 
 def states_bytes(head_dim: int, group: int) -> int:
@@ -68,43 +74,12 @@ def states_bytes(head_dim: int, group: int) -> int:
 
 def packed_bytes(head_dim: int) -> int:
     """Bytes of a chunk's cells."""
-    return 2 * CHUNK * head_dim * 2
+    return 2 * CHUNK * head_dim * 4
 
 
 def scores_bytes() -> int:
     """Bytes of scratch of flash_chunk: scores, weights, and an output before it is merged."""
-    return VECTOR * CHUNK + VECTOR * CHUNK // 2 + _ACCUMULATORS * TILE
-
-
-def transpose(a: Asm, rows: Sequence[Value]) -> list[Value]:
-    """The columns of a 16 x 16 matrix of 32-bit elements given by its rows."""
-
-    def paired(vectors: Sequence[Value], distance: int, low: Sequence[int], high: Sequence[int]) -> list[Value]:
-        out: list[Value] = [None] * LANES
-        for i in range(LANES):
-            if not i & distance:
-                out[i] = a.shuffle(vectors[i], vectors[i + distance], low)
-                out[i + distance] = a.shuffle(vectors[i], vectors[i + distance], high)
-        return out
-
-    def in_quarters(*picks: int) -> list[int]:
-        return [pick + quarter for quarter in range(0, LANES, 4) for pick in picks]
-
-    def of_quarters(*quarters: int) -> list[int]:
-        return [4 * quarter + lane for quarter in quarters for lane in range(4)]
-
-    step = paired(rows, 1, in_quarters(0, 16, 1, 17), in_quarters(2, 18, 3, 19))
-    step = paired(step, 2, in_quarters(0, 1, 16, 17), in_quarters(2, 3, 18, 19))
-    step = paired(step, 4, of_quarters(0, 1, 4, 5), of_quarters(2, 3, 6, 7))
-    step = paired(step, 8, of_quarters(0, 2, 4, 6), of_quarters(1, 3, 5, 7))
-    # Where each column has come to rest.
-    return [step[_place_of_column(column)] for column in range(LANES)]
-
-
-def _place_of_column(column: int) -> int:
-    """Bits of the column: quarter (2), place in the quarter (2). The stages chose by place bit 1, 0, then quarter."""
-    quarter, place = column >> 2, column & 3
-    return (quarter & 1) << 3 | (quarter >> 1) << 2 | (place & 1) << 1 | place >> 1
+    return 2 * VECTOR * CHUNK + MOST_RESULTS * RESULT_BYTES
 
 
 def flash_begin(shape: AttentionShape) -> Callable[..., None]:
@@ -112,7 +87,7 @@ def flash_begin(shape: AttentionShape) -> Callable[..., None]:
 
     q: f32 heads, scaled; row r of head h at q + r * row_stride + h * 4 * head_dim. Packs them and clears the states.
     """
-    head_dim, n_steps = shape.head_dim, shape.head_dim // _TILE_DIMS
+    head_dim, n_steps = shape.head_dim, shape.head_dim // TILE_DIMS
 
     def emit(
         a: Asm,
@@ -125,7 +100,7 @@ def flash_begin(shape: AttentionShape) -> Callable[..., None]:
         states: Value,
     ) -> None:
         source, target, states = a.pointer(q), a.pointer(queries), a.pointer(states)
-        last = a.add(n_rows, -1)
+        tiles, last = Tiles(a.level), a.add(n_rows, -1)
 
         def tile(t: Value, _: list[Value]) -> list[Value]:
             head, place = a.builder.udiv(t, n_tiles), a.builder.urem(t, n_tiles)
@@ -141,10 +116,9 @@ def flash_begin(shape: AttentionShape) -> Callable[..., None]:
             ]
 
             def step(s: Value, _: list[Value]) -> list[Value]:
-                at = a.mul(s, F32 * _TILE_DIMS)
-                pairs = [_query_row(a, shape, row, at) for row in rows]
-                for i, column in enumerate(transpose(a, pairs)):
-                    a.store(column, target, a.add(a.mul(a.add(a.mul(t, n_steps), s), TILE), VECTOR * i))
+                at = a.mul(s, F32 * TILE_DIMS)
+                columns = [_query(a, shape, row, at) for row in rows]
+                tiles.store_transposed(a, columns, target, a.mul(a.add(a.mul(t, n_steps), s), tiles.n_bytes))
                 return []
 
             a.loop(0, n_steps, [], step)
@@ -164,11 +138,12 @@ def flash_begin(shape: AttentionShape) -> Callable[..., None]:
     return emit
 
 
-def _query_row(a: Asm, shape: AttentionShape, row: Value, at: Value) -> Value:
+def _query(a: Asm, shape: AttentionShape, row: Value, at: Value) -> tuple[Value, Value]:
+    """32 elements of a query, in units of ln 2 where no soft cap comes between."""
     low, high = a.load(row, at, vf32), a.load(row, a.add(at, VECTOR), vf32)
-    if not shape.has_softcap:
-        low, high = (a.fmul(half, a.splat_f32(LOG2_E)) for half in (low, high))
-    return _bf16_row(a, low, high)
+    if shape.has_softcap:
+        return low, high
+    return a.fmul(low, a.splat_f32(LOG2_E)), a.fmul(high, a.splat_f32(LOG2_E))
 
 
 def _exp2(a: Asm, x: Value) -> Value:
@@ -182,18 +157,13 @@ def _exp2(a: Asm, x: Value) -> Value:
     return a.bitcast(a.builder.add(a.bitcast(p, vi32), a.builder.shl(n, a.splat_int(23))), vf32)
 
 
-def _bf16_row(a: Asm, low: Value, high: Value) -> Value:
-    """32 consecutive values as 32 bf16, in a vector of 16 x 32 bits."""
-    return a.bitcast(a.concat([a.f32_to_bf16(low), a.f32_to_bf16(high)]), vi32)
-
-
 def flash_pack(shape: AttentionShape) -> Callable[..., None]:
     """Emitter of (k, v, cells, n, k_stride, v_stride, head, packed, next_n): collects a chunk of 1 <= n <= CHUNK cells.
 
     Cells n .. rounded up to 32 repeat the last one. The next_n <= CHUNK cells behind these are prefetched.
     """
     head_dim = shape.head_dim
-    n_steps, n_vectors = head_dim // _TILE_DIMS, head_dim // LANES
+    n_steps, n_vectors = head_dim // TILE_DIMS, head_dim // LANES
 
     def emit(
         a: Asm,
@@ -210,7 +180,8 @@ def flash_pack(shape: AttentionShape) -> Callable[..., None]:
         cells, packed = a.pointer(cells), a.pointer(packed)
         k_rows = Rows(a, shape, shape.type_k, a.pointer(k), k_stride, cells, head)
         v_rows = Rows(a, shape, shape.type_v, a.pointer(v), v_stride, cells, head)
-        values = a.at(packed, 2 * CHUNK * head_dim)
+        tiles = Tiles(a.level)
+        values = a.at(packed, _keys_bytes(tiles, head_dim))
         last = a.add(n, -1)
         furthest = a.add(n, next_n, -1)
 
@@ -218,22 +189,19 @@ def flash_pack(shape: AttentionShape) -> Callable[..., None]:
             place, ahead = a.minimum(i, last), a.minimum(a.add(i, CHUNK), furthest)
             k_rows.prefetch(ahead, "L2")
             v_rows.prefetch(ahead, "L2")
-            tile = a.mul(a.mul(a.div(i, _TILE_CELLS), n_steps), TILE)
-            in_tile = a.mul(a.builder.and_(i, a.int64(_TILE_CELLS - 1)), VECTOR)
+            first = a.mul(a.div(i, TILE_ROWS), n_steps * tiles.n_bytes)
+            row = a.builder.and_(i, a.int64(TILE_ROWS - 1))
             vectors = k_rows.values(place, bias=128)
             for s in range(n_steps):
-                at = a.add(tile, in_tile, TILE * s)
-                a.store(_bf16_row(a, vectors[2 * s], vectors[2 * s + 1]), packed, at)
+                tile = a.at(packed, a.add(first, tiles.n_bytes * s))
+                tiles.store_row(a, vectors[2 * s], vectors[2 * s + 1], tile, row)
             return []
 
         def block(b: Value, _: list[Value]) -> list[Value]:
             places = [a.minimum(a.add(a.mul(b, 32), j), last) for j in range(32)]
             for d in range(n_vectors):
-                rows = [v_rows.value(place, d, bias=0) for place in places]
-                pairs = [a.bf16_pairs(rows[2 * p], rows[2 * p + 1]) for p in range(LANES)]
-                at = a.mul(a.add(a.mul(b, n_vectors), d), TILE)
-                for i, column in enumerate(transpose(a, pairs)):
-                    a.store(column, values, a.add(at, VECTOR * i))
+                columns = [v_rows.value(place, d, bias=0) for place in places]
+                tiles.store_columns(a, columns, values, a.mul(a.add(a.mul(b, n_vectors), d), tiles.n_bytes))
             return []
 
         n_blocks = a.div(a.add(n, 31), 32)
@@ -268,7 +236,9 @@ def flash_chunk(shape: AttentionShape) -> Callable[..., None]:
         queries, packed, states, scratch = (a.pointer(x) for x in (queries, packed, states, scratch))
         cap = a.splat(a.bitcast(a.builder.trunc(cap_bits, i32), f32)) if shape.has_softcap else None
         no_window = a.equal(window, 0)
-        a.tile_config()
+        tiles = Tiles(a.level)
+        values = a.at(packed, _keys_bytes(tiles, head_dim))
+        tiles.begin(a)
 
         def tile(t: Value, _: list[Value]) -> list[Value]:
             first = a.add(position, a.mul(a.builder.urem(t, n_tiles), LANES))
@@ -282,42 +252,47 @@ def flash_chunk(shape: AttentionShape) -> Callable[..., None]:
                 reach = a.select(no_window, a.int64(1 << 30), window)
                 oldest = a.builder.sub(newest, a.splat(a.builder.trunc(reach, i32)))
                 state = a.at(states, a.mul(t, tile_state_bytes(head_dim)))
-                q = a.at(queries, a.mul(t, head_dim // _TILE_DIMS * TILE))
+                q = a.at(queries, a.mul(t, head_dim // TILE_DIMS * tiles.n_bytes))
                 n_blocks = a.div(a.add(n_seen, 31), 32)
-                _tile_scores(a, head_dim, q, packed, scratch, n_seen)
-                factor = _tile_weights(a, head_dim, state, scratch, n_blocks, newest, oldest, cap)
-                _tile_outputs(a, head_dim, a.at(packed, 2 * CHUNK * head_dim), state, scratch, n_blocks, factor)
+                _scores(a, tiles, head_dim, q, packed, scratch, n_seen)
+                factor = _weights(a, tiles, head_dim, state, scratch, n_blocks, newest, oldest, cap)
+                _outputs(a, tiles, head_dim, values, state, scratch, n_blocks, factor)
             return []
 
         a.loop(0, a.mul(n_heads, n_tiles), [], tile)
-        a.tile_release()
+        tiles.end(a)
 
     return emit
 
 
-def _tile_scores(a: Asm, head_dim: int, q: Value, keys: Value, scores: Value, n_seen: Value) -> None:
+def _keys_bytes(tiles: Tiles, head_dim: int) -> int:
+    """Bytes of the packed K of a chunk; V lies behind."""
+    return CHUNK // TILE_ROWS * (head_dim // TILE_DIMS) * tiles.n_bytes
+
+
+def _scores(a: Asm, tiles: Tiles, head_dim: int, q: Value, keys: Value, scores: Value, n_seen: Value) -> None:
     """Scores f32 [cells][16] of whole groups of 64 cells; those past the packed ones are garbage, to be hidden."""
-    n_steps = head_dim // _TILE_DIMS
+    n_steps = head_dim // TILE_DIMS
 
     def group(g: Value, _: list[Value]) -> list[Value]:
-        for i in range(_ACCUMULATORS):
-            a.tile_zero(i)
-        for s in range(n_steps):
-            a.tile_load(4, a.at(q, TILE * s))
-            for i in range(_ACCUMULATORS):
-                a.tile_load(
-                    5 + i % 3, a.at(keys, a.add(a.mul(g, _ACCUMULATORS * n_steps * TILE), (i * n_steps + s) * TILE))
-                )
-                a.tile_dot_bf16(i, 5 + i % 3, 4)
-        for i in range(_ACCUMULATORS):
-            a.tile_store(i, a.at(scores, a.add(a.mul(g, _ACCUMULATORS * TILE), i * TILE)), a.int64(VECTOR))
+        group_keys = a.at(keys, a.mul(g, MOST_RESULTS * n_steps * tiles.n_bytes))
+        group_scores = a.at(scores, a.mul(g, MOST_RESULTS * RESULT_BYTES))
+        tiles.multiply(
+            a,
+            MOST_RESULTS,
+            n_steps,
+            left=lambda i, s: a.at(group_keys, a.mul(a.add(s, i * n_steps), tiles.n_bytes)),
+            right=lambda s: a.at(q, a.mul(s, tiles.n_bytes)),
+            result=lambda i: a.at(group_scores, RESULT_BYTES * i),
+        )
         return []
 
-    a.loop(0, a.div(a.add(n_seen, 63), 64), [], group)
+    a.loop(0, a.div(a.add(n_seen, MOST_RESULTS * TILE_ROWS - 1), MOST_RESULTS * TILE_ROWS), [], group)
 
 
-def _tile_weights(
+def _weights(
     a: Asm,
+    tiles: Tiles,
     head_dim: int,
     state: Value,
     scratch: Value,
@@ -326,7 +301,7 @@ def _tile_weights(
     oldest: Value,
     cap: Value | None,
 ) -> Value:
-    """Scores to weights, pairs of bf16 [cells / 2][16]; returns the factor on what the state held before.
+    """Scores to weights, right tiles of 32 cells; returns the factor on what the state held before.
 
     Lane r sees the cells oldest[r] < c <= newest[r], counted from the chunk's start.
     """
@@ -350,7 +325,7 @@ def _tile_weights(
     def weigh(c: Value, carried: list[Value]) -> list[Value]:
         at = a.mul(c, VECTOR)
         pair = [_exp2(a, a.fsub(a.load(scratch, a.add(at, VECTOR * i), vf32), largest)) for i in (0, 1)]
-        a.store(a.bf16_pairs(*pair), weights, a.mul(c, VECTOR // 2))
+        tiles.store_pair(a, *pair, weights, c)
         return [a.fadd(total, weight) for total, weight in zip(carried, pair, strict=True)]
 
     sums = a.loop(0, n_cells, [a.zero(vf32)] * 2, weigh, step=2)
@@ -360,36 +335,30 @@ def _tile_weights(
     return factor
 
 
-def _tile_outputs(
-    a: Asm, head_dim: int, values: Value, state: Value, scratch: Value, n_blocks: Value, factor: Value
+def _outputs(
+    a: Asm, tiles: Tiles, head_dim: int, values: Value, state: Value, scratch: Value, n_blocks: Value, factor: Value
 ) -> None:
     """O = O * factor + V x P"""
-    weights = a.at(scratch, VECTOR * CHUNK)
-    fresh = a.at(scratch, VECTOR * CHUNK + VECTOR * CHUNK // 2)
+    weights, fresh = a.at(scratch, VECTOR * CHUNK), a.at(scratch, 2 * VECTOR * CHUNK)
     n_vectors = head_dim // LANES
-    for first in range(0, n_vectors, _ACCUMULATORS):
-        dims = range(first, min(first + _ACCUMULATORS, n_vectors))
-        for i, _ in enumerate(dims):
-            a.tile_zero(i)
-
-        def block(b: Value, _: list[Value], dims: range = dims) -> list[Value]:
-            a.tile_load(4, a.at(weights, a.mul(b, TILE)))
-            for i, d in enumerate(dims):
-                a.tile_load(5 + i % 3, a.at(values, a.mul(a.add(a.mul(b, n_vectors), d), TILE)))
-                a.tile_dot_bf16(i, 5 + i % 3, 4)
-            return []
-
-        a.loop(0, n_blocks, [], block)
-        for i, _ in enumerate(dims):
-            a.tile_store(i, a.at(fresh, TILE * i), a.int64(VECTOR))
+    for first in range(0, n_vectors, MOST_RESULTS):
+        n_results = min(MOST_RESULTS, n_vectors - first)
+        tiles.multiply(
+            a,
+            n_results,
+            n_blocks,
+            left=lambda i, b, first=first: a.at(values, a.mul(a.add(a.mul(b, n_vectors), first + i), tiles.n_bytes)),
+            right=lambda b: a.at(weights, a.mul(b, tiles.n_bytes)),
+            result=lambda i: a.at(fresh, RESULT_BYTES * i),
+        )
 
         def merge(row: Value, _: list[Value], first: int = first) -> list[Value]:
-            at = a.add(a.mul(row, VECTOR), TILE * first)
+            at = a.add(a.mul(row, VECTOR), RESULT_BYTES * first)
             old, new = a.load(state, at, vf32), a.load(fresh, a.mul(row, VECTOR), vf32)
             a.store(a.fma(old, factor, new), state, at)
             return []
 
-        a.loop(0, LANES * len(dims), [], merge)
+        a.loop(0, LANES * n_results, [], merge)
 
 
 def flash_finish(head_dim: int) -> Callable[..., None]:
@@ -406,7 +375,7 @@ def flash_finish(head_dim: int) -> Callable[..., None]:
             inverse = a.fdiv(a.splat_f32(1.0), a.load(state, VECTOR * (head_dim + 1), vf32))
 
             def dims(d: Value, _: list[Value]) -> list[Value]:
-                rows = [a.load(state, a.add(a.mul(d, TILE), VECTOR * i), vf32) for i in range(LANES)]
+                rows = [a.load(state, a.add(a.mul(d, RESULT_BYTES), VECTOR * i), vf32) for i in range(LANES)]
                 for j, column in enumerate(transpose(a, [a.fmul(row, inverse) for row in rows])):
                     row = a.add(a.mul(place, LANES), j)
                     with a.when(a.less(row, n_rows)):

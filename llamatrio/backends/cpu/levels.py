@@ -1,7 +1,7 @@
 """Which instructions the kernels may use.
 
-Levels are ordered `plain < avx2 < avx512 < amx`; each is a fixed LLVM target, not "whatever this host has", so
-that a forced level runs exactly the code a lesser machine would run. On aarch64 and elsewhere there is only
+Levels are ordered `plain < avx2 < avx512 < avx512bf16 < amx`; each is a fixed LLVM target, not "whatever this host
+has", so that a forced level runs exactly the code a lesser machine would run. On aarch64 and elsewhere there is only
 `plain`, which on aarch64 takes the dot-product instructions where the host has them.
 
 AVX-512 without VNNI (Skylake servers) counts as avx2: its int8 dot products are no faster there.
@@ -42,7 +42,7 @@ class Level:
     has_f16: bool = True
     """f16 <-> f32 are instructions; without them they are bit operations."""
     has_bf16: bool = False
-    """f32 -> bf16 is an instruction (x86)."""
+    """f32 -> bf16 and the dot product of bf16 are instructions (x86)."""
     has_amx: bool = False
     n_vectors: int = 32
     """Registers of 16 x f32."""
@@ -52,12 +52,17 @@ class Level:
 
 _AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"})
-_AMX = _AVX512 | frozenset({"avx512bf16", "amx-tile", "amx-bf16"})
+_AVX512BF16 = _AVX512 | frozenset({"avx512bf16"})
+_AMX = _AVX512BF16 | frozenset({"amx-tile", "amx-bf16"})
 
 _X86_LEVELS: tuple[tuple[frozenset[str], Level], ...] = (
     (frozenset(), Level("plain", "x86-64", "", "wide", has_fma=False, has_f16=False, n_vectors=4, row_tile=2)),
     (_AVX2, Level("avx2", "x86-64-v3", "", "maddubs", n_vectors=8, row_tile=4)),
     (_AVX512, Level("avx512", "x86-64-v4", "+avx512vnni,-prefer-256-bit", "vnni")),
+    (
+        _AVX512BF16,
+        Level("avx512bf16", "x86-64-v4", "+avx512vnni,+avx512bf16,-prefer-256-bit", "vnni", has_bf16=True),
+    ),
     (
         _AMX,
         Level(

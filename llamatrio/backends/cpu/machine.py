@@ -99,7 +99,8 @@ class Machine:
     def plan(self, batch: Batch) -> Plan:
         """How the step will see the rows of `batch`."""
         group = self.spec.n_head // self.spec.n_head_kv
-        return plan_rows(batch, has_panels=self.has_panels, most_span_rows=flash.most_span_rows(group))
+        has_spans = self.has_panels or self._has_flash
+        return plan_rows(batch, has_spans=has_spans, most_span_rows=flash.most_span_rows(group))
 
     def load_batch(self, batch: Batch, plan: Plan) -> StepResults:
         """Writes one step's work into the tables; the results are there once the step has run."""
@@ -112,12 +113,13 @@ class Machine:
         self._list(t.CELLS, n)[:] = batch.cells[order]
         lists = self._buffers[t.CELL_LISTS].view(np.int64)[:n]
         lists[:] = batch.cell_table.ctypes.data + batch.lanes[order].astype(np.int64) * batch.cell_table.strides[0]
-        self.step[t.N_ROWS], self.step[t.N_PANEL] = plan.n_rows, plan.n_panel
-        spans = plan.spans if self.step[t.F_FLASH_CHUNK] else ()
+        n_panel = n - plan.n_lone if self.has_panels else 0
+        self.step[t.N_ROWS], self.step[t.N_PANEL], self.step[t.N_LONE] = n - n_panel, n_panel, plan.n_lone
+        spans = plan.spans if self._has_flash else ()
         self.step[t.N_SPANS] = len(spans)
         for i, span in enumerate(spans):
             self._buffers[t.SPANS].view(np.int64)[2 * i : 2 * i + 2] = span.row, span.n_rows
-        n_chunks = int((positions[: plan.n_rows] // CHUNK + 1).sum())
+        n_chunks = int((positions[: plan.n_lone] // CHUNK + 1).sum())
         self.step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
         return self._load_outputs(batch, order)
 
@@ -139,6 +141,10 @@ class Machine:
             full,
             self.spec.n_vocab,
         )
+
+    @property
+    def _has_flash(self) -> bool:
+        return bool(self.step[t.F_FLASH_CHUNK])
 
     def _list(self, field: int, n: int) -> Int32Array:
         return self._buffers[field].view(np.int32)[:n]
@@ -251,7 +257,7 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
 
 
 def _flash_kernels(spec: ModelSpec, shape: AttentionShape, level: Level) -> dict[int, int]:
-    if not flash.has_flash(shape, has_amx=level.has_amx):
+    if not flash.has_flash(shape):
         return {}
     d = spec.head_dim
     return {

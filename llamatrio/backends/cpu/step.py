@@ -1,8 +1,9 @@
 """One step of the transformer, entered by every member of the team at once.
 
-Theory of operation. Internal row r < N_ROWS takes the *rows path*: rows kernels with 8-bit (or f32) activations. Rows
-behind them take the *panel path*: bf16 panels. Which path a row takes depends on its own sequence alone (plan.py),
-and no result depends on other rows, on the number of members, or on who computes it.
+Theory of operation. The products of an internal row r < N_ROWS take the *rows path*: rows kernels with 8-bit (or f32)
+activations. Rows behind them take the *panel path*: bf16 panels. A row r < N_LONE attends alone, rows behind these in
+spans. Both depend on a row's own sequence alone (plan.py), and no result depends on other rows, on the number of
+members, or on who computes it. Where there are panels N_LONE is N_ROWS, elsewhere N_ROWS is all rows.
 
 The phases of a layer, each ending at a barrier:
     1  norm       residual add, RMS norm, activations into the form that the products read
@@ -125,9 +126,9 @@ def _attend(step, layers, layer, batches, team, member, n_members):
     first, last = 0, step[t.N_ROWS] + step[t.N_PANEL]
     if step[t.BY_CHUNKS]:
         attend_chunks(step, layers, layer, batches, member, n_members)
-        first = step[t.N_ROWS]
+        first = step[t.N_LONE]
     if step[t.N_SPANS]:
-        last = step[t.N_ROWS]
+        last = step[t.N_LONE]
     attend_by_tickets(step, layers, layer, batches, member, first, last - first)
     barrier(team, member)
 
@@ -140,7 +141,7 @@ def _collect(step, layers, matrices, layer, team, member, n_members):
     first, last = _own_rows(step, member, n_members)
     for row in range(first, last):
         out = input_f32(step, member, n_members) + 4 * row * width
-        if step[t.BY_CHUNKS]:
+        if step[t.BY_CHUNKS] and row < step[t.N_LONE]:
             finish_chunks(step, layers, layer, member, row, out)
         else:
             call_kernel(step[t.F_COPY], step[t.ATTN_OUT] + 4 * row * width, out, width)

@@ -130,6 +130,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     # one step's work
     N_ROWS,
     N_PANEL,
+    N_LONE,
     N_OUT,
     N_TOP,
     BY_CHUNKS,
@@ -146,7 +147,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     TOP_IDS,
     LOG_SUMS,
     N_STEP_FIELDS,
-) = range(99)
+) = range(100)
 
 MOST_PRIVATE_ROWS = 16
 """Decode rows up to which every member may keep its own copy of the rows (see step.py)."""

@@ -165,6 +165,12 @@ class FloatOps(Core):
         low = b.lshr(self.bf16_high_bits(even), self.splat_int(16))
         return b.or_(low, b.and_(self.bf16_high_bits(odd), self.splat_int(0xFFFF0000)))
 
+    def dot_bf16(self, x: Value, y: Value, total: Value) -> Value:
+        """total + the sum of the two products of bf16 in each lane of x and y (16 x i32). Only where has_bf16."""
+        pairs = vec(bfloat, 2 * LANES)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return self._call(name, vf32, total, self.bitcast(x, pairs), self.bitcast(y, pairs))
+
     def bf16_to_f32(self, bits: Value) -> Value:
         """The bits of 16 bf16 (16 x i16) as 16 x f32."""
         return self.bitcast(self.builder.shl(self.builder.zext(bits, vi32), self.splat_int(16)), vf32)
