@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from llvmlite import ir
 
@@ -41,7 +42,7 @@ from llamatrio.backends.cpu.flash_tiles import (
     transpose,
 )
 from llamatrio.backends.cpu.ops import F32, MASKED, VECTOR, capped
-from llamatrio.backends.cpu.vector import LANES, Asm, Value, f32, i32, vf32, vi32
+from llamatrio.backends.cpu.vector import LANES, Asm, Offset, Value, f32, i32, vf32, vi32
 
 LOG2_E = 1.4426950408889634
 _EXP2 = [math.log(2) ** n / math.factorial(n) for n in range(6)]
@@ -325,7 +326,7 @@ def _weights(
     def weigh(c: Value, carried: list[Value]) -> list[Value]:
         at = a.mul(c, VECTOR)
         pair = [_exp2(a, a.fsub(a.load(scratch, a.add(at, VECTOR * i), vf32), largest)) for i in (0, 1)]
-        tiles.store_pair(a, *pair, weights, c)
+        tiles.store_pair(a, pair[0], pair[1], weights, c)
         return [a.fadd(total, weight) for total, weight in zip(carried, pair, strict=True)]
 
     sums = a.loop(0, n_cells, [a.zero(vf32)] * 2, weigh, step=2)
@@ -333,6 +334,10 @@ def _weights(
     a.store(largest, state, largest_at)
     a.store(a.fma(a.load(state, sum_at, vf32), factor, a.fadd(*sums)), state, sum_at)
     return factor
+
+
+def _value_tile(a: Asm, tiles: Tiles, values: Value, n_vectors: int, i: int, block: Offset) -> Value:
+    return a.at(values, a.mul(a.add(a.mul(block, n_vectors), i), tiles.n_bytes))
 
 
 def _outputs(
@@ -343,11 +348,12 @@ def _outputs(
     n_vectors = head_dim // LANES
     for first in range(0, n_vectors, MOST_RESULTS):
         n_results = min(MOST_RESULTS, n_vectors - first)
+        group = a.at(values, first * tiles.n_bytes)
         tiles.multiply(
             a,
             n_results,
             n_blocks,
-            left=lambda i, b, first=first: a.at(values, a.mul(a.add(a.mul(b, n_vectors), first + i), tiles.n_bytes)),
+            left=partial(_value_tile, a, tiles, group, n_vectors),
             right=lambda b: a.at(weights, a.mul(b, tiles.n_bytes)),
             result=lambda i: a.at(fresh, RESULT_BYTES * i),
         )

@@ -14,6 +14,7 @@ a row of the result each, a product is 16 multiply-adds of a vector and a broadc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.vector import LANES, Asm, Offset, Value, i32, vf32, vi32
@@ -108,7 +109,7 @@ class Tiles:
             return
         for i in range(n_results):
             for first in range(0, TILE_ROWS, self.n_accumulators):
-                self._multiply_rows(a, n_steps, lambda step, i=i: left(i, step), right, result(i), first)
+                self._multiply_rows(a, n_steps, partial(left, i), right, result(i), first)
 
     def _multiply_rows(
         self,
