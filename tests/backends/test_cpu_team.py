@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +15,7 @@ from numba import njit
 
 from llamatrio.backends.cpu import team as module
 from llamatrio.backends.cpu.native import load_i64, store_i64
-from llamatrio.backends.cpu.team import Team
+from llamatrio.backends.cpu.team import Team, keep_to_core
 
 
 @njit(nogil=True)
@@ -88,3 +90,18 @@ def test_tickets_are_handed_out_once() -> None:
     with Team(1) as team:
         assert take(team.address, 10) == 45
         assert take(team.address, 5) == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not let threads choose their core")
+def test_a_team_as_large_as_the_machine_keeps_each_member_to_a_core() -> None:
+    def cores_of(member: int, n_members: int) -> set[int]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(keep_to_core, member, n_members).result()
+            return pool.submit(os.sched_getaffinity, 0).result()
+
+    usable = os.sched_getaffinity(0)
+    n = len(usable)
+    assert set().union(*(cores_of(member, n) for member in range(n))) == usable
+    assert all(len(cores_of(member, n)) == 1 for member in range(n))
+    assert cores_of(0, n + 1) == usable, "more members than cores: the system shares them out"
+    assert os.sched_getaffinity(0) == usable, "other threads go where they like"

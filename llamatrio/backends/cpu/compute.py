@@ -2,8 +2,7 @@
 
 Rule 1. Whoever submits a step loads it into the tables and posts it, if the compute thread is free; otherwise the
         compute thread does, when it has finished the step before. So nearly always a step begins the moment it is
-        submitted: the compute thread spins for a fraction of a millisecond after a step, in compiled code, before it
-        parks, and needs neither the GIL nor a wake-up by the system.
+        submitted: the compute thread needs no GIL for it, and where the next step comes at once no wake-up either.
 Rule 2. The tables belong to the step that is posted, until its results have been copied out of them.
 
 The desk, on which steps are posted, is a `Team` of two: its member 0 is whoever posts, its member 1 the compute
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from llamatrio.backends.cpu.machine import Machine, StepResults
 from llamatrio.backends.cpu.step import CompiledStep
-from llamatrio.backends.cpu.team import Team
+from llamatrio.backends.cpu.team import Team, keep_to_core
 from llamatrio.sched.types import Batch, StepOutput
 
 
@@ -53,7 +52,7 @@ class ComputeThread:
 
     def __enter__(self) -> ComputeThread:
         self._desk.__enter__()
-        self._team.start(self._enter)
+        self._team.start(self._help)
         self._desk.start(lambda _: self._serve())
         return self
 
@@ -85,12 +84,18 @@ class ComputeThread:
             self._compiled.post(self._desk.address)
             return
 
+    def _help(self, member: int) -> int:
+        """A helper thread."""
+        keep_to_core(member, self.n_threads)
+        return self._enter(member)
+
     def _enter(self, member: int) -> int:
         machine, team, desk = self._machine, self._team.address, self._desk.address
         return self._compiled.enter(machine.step, machine.layers, machine.matrices, machine.batches, team, desk, member)
 
     def _serve(self) -> None:
         """The compute thread."""
+        keep_to_core(0, self.n_threads)
         while self._enter(0):
             posted = self._posted
             assert posted is not None

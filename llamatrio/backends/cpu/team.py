@@ -2,7 +2,7 @@
 
 Theory of operation. Member 0 is whichever thread has work (the backend's compute thread); members 1..n-1 are
 helper threads that live in compiled code from start to end. Member 0 *posts* a job by raising the generation;
-helpers spin for about 0.3 ms for the next generation and then *park* in read() on a pipe, where they cost
+helpers spin for some microseconds for the next generation and then *park* in read() on a pipe, where they cost
 nothing. Helpers never need the GIL, so a busy event loop cannot hold up a step.
 
 Rule 1. Only member 0 posts, and only after every member has passed the last barrier of the job before.
@@ -11,8 +11,11 @@ Rule 2. A helper that parks first says so (state = PARKED), then looks at the ge
 Rule 3. Whoever exchanges PARKED for AWAKE settles it: member 0 then owes one byte to the pipe, and a helper that
         finds AWAKE there takes that byte before it goes on.
 Rule 4. A barrier is a counter that only grows; every member keeps count of how often it passed.
-Rule 5. Spinning is bounded: after that each look is followed by a yield, so a partner that lost its core, or the
-        event loop, gets one.
+Rule 5. Between jobs nobody yields: whoever waits parks soon, and leaves its core to the event loop. Since Linux 6.18
+        a yield gives up all the time that a thread has coming, and with another process about, that stopped the
+        team for tens of milliseconds. A barrier yields only after so long a wait that two members share a core.
+Rule 6. A team as large as the machine keeps each member to a core of its own. The system puts two on one core
+        otherwise, now and then, where each spins through its time slice while the other waits for it.
 
 The control block is int64 words; words written by different members lie in different cache lines.
 """
@@ -50,10 +53,10 @@ MEMBER_BYTES = 2 * _LINE
 STATE, PASSED, SEEN, READ_FD, WRITE_FD, BYTE = 0, 64, 72, 80, 88, 96
 
 _AWAKE, _PARKED = 0, 1
-_BARRIER_SPINS = 4000
-_SPINS_PER_YIELD = 16
-_IDLE_YIELDS = 200
-"""A round of 16 pauses and a yield takes 0.5 to 1.5 us, so a helper parks after 0.1 to 0.3 ms."""
+_BARRIER_SPINS = 1 << 16
+"""Looks before a barrier yields: 1 to 4 ms, as a pause takes 15 to 60 ns."""
+_IDLE_SPINS = 320
+"""Looks before a helper parks: 5 to 20 us."""
 
 
 @inner
@@ -103,10 +106,8 @@ def await_post(team, member):
     n_spins = 0
     while atomic_load(team + GENERATION) == seen:
         n_spins += 1
-        if n_spins >= _IDLE_YIELDS * _SPINS_PER_YIELD:
+        if n_spins >= _IDLE_SPINS:
             _park(team, words, seen)
-        elif n_spins % _SPINS_PER_YIELD == 0:
-            call_kernel(constant(team, YIELD_ADDRESS))
         else:
             pause()
     store_i64(words + SEEN, 0, seen + 1)
@@ -134,6 +135,14 @@ def next_ticket(team):
 def reset_tickets(team):
     """By one member, between two barriers."""
     atomic_exchange(team + TICKET, 0)
+
+
+def keep_to_core(member: int, n_members: int) -> None:
+    """Rule 6, for the calling thread, where the system lets threads choose."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if n_members == len(cores):
+            os.sched_setaffinity(threading.get_native_id(), {cores[member]})
 
 
 class _CFunctions(NamedTuple):
