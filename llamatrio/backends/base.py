@@ -22,9 +22,8 @@ UInt8Array = NDArray[np.uint8]
 
 @dataclass(slots=True, eq=False)
 class StagingBuffer:
-    """Host memory that cell records pass through; pinned where the device can pin.
-
-    Owned by the engine's StagingPool; allocated once, by the backend.
+    """Host memory for cell records. Where a device asks for staging: pinned, allocated once, by the backend, and owned
+    by the engine's StagingPool. Elsewhere any memory will do, such as the cache's own pages.
     """
 
     records: UInt8Array
@@ -67,6 +66,11 @@ class Backend(Protocol):
     @property
     def device(self) -> str:
         """One line for the log: what runs the model."""
+        ...
+
+    @property
+    def needs_staging(self) -> bool:
+        """Whether cells move only to and from buffers that `new_staging` made."""
         ...
 
     def forward(self, batch: Batch) -> Future[StepOutput]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,3 +28,15 @@ async def completed(future: Future[T]) -> T:
         with trio.CancelScope(shield=True):
             await done.wait()
     return future.result()
+
+
+async def all_completed(futures: Sequence[Future[T]]) -> None:
+    """Waits for all of them, shielded; then raises the first error there was."""
+    errors = []
+    for future in futures:
+        try:
+            await completed(future)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

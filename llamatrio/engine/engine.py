@@ -208,7 +208,9 @@ class Engine:
         if block_error is not None:
             raise block_error
 
-    def _allocate_staging(self) -> StagingPool:
+    def _allocate_staging(self) -> StagingPool | None:
+        if not self._backend.needs_staging:
+            return None
         n_records = max(1, self.config.staging_mib * MIB // self._backend.layout.record_bytes)
         n_records = min(n_records, self._backend.n_cells)
         return StagingPool([self._backend.new_staging(n_records) for _ in range(self.config.n_staging)])

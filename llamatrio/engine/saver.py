@@ -1,8 +1,9 @@
 """Saves and restores: carries out the tickets that the scheduler issues, in a nursery of its own.
 
-A save is, for each chunk that fits a staging buffer: gather on the device, wait for it, copy into pages. Then the
-ticket is committed, all at once. Whatever goes wrong ends in an abort: the entry never was there, the cells are as
-before, and the server goes on. Only errors of the device and of memory are expected; others are bugs and propagate.
+A save is, for each chunk that fits a staging buffer: gather on the device, wait for it, copy into pages. A device that
+needs no staging gathers into the pages themselves. Then the ticket is committed, all at once. Whatever goes wrong ends
+in an abort: the entry never was there, the cells are as before, and the server goes on. Only errors of the device and
+of memory are expected; others are bugs and propagate.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import trio
 
 from llamatrio.backends.base import Backend, StagingBuffer, UInt8Array
 from llamatrio.config import MIB
-from llamatrio.engine.completion import RunBlocking, completed
+from llamatrio.engine.completion import RunBlocking, all_completed, completed
 from llamatrio.engine.staging import StagingPool
 from llamatrio.engine.stats import Totals
 from llamatrio.errors import BackendError
@@ -28,6 +30,9 @@ from llamatrio.kv.packed import PackedKV, page_sizes
 from llamatrio.kv.prompt_cache import PromptCache
 
 _log = logging.getLogger("llamatrio.cache")
+
+_PAGES_AT_ONCE = 4
+"""Pages that a save or restore queues at a time where there is no staging: others get their turn in between."""
 
 
 class Saver:
@@ -40,7 +45,7 @@ class Saver:
         self,
         backend: Backend,
         cache: PromptCache,
-        staging: StagingPool,
+        staging: StagingPool | None,
         totals: Totals,
         *,
         run_copy: RunBlocking,
@@ -105,6 +110,8 @@ class Saver:
             _log.info("restored %d tokens from the prompt cache in %.2f ms", len(ticket.cells), seconds * 1000)
 
     async def _gather(self, ticket: SaveTicket) -> list[UInt8Array]:
+        if self._staging is None:
+            return await self._gather_into_pages(ticket)
         pages: list[UInt8Array] = []
         done = 0
         while done < len(ticket.cells):
@@ -119,7 +126,23 @@ class Saver:
                 pages += await self._run_copy(_copy_out, buffer, len(chunk))
         return pages
 
+    async def _gather_into_pages(self, ticket: SaveTicket) -> list[UInt8Array]:
+        n_bytes = self._backend.layout.record_bytes
+        pages = [np.empty((size, n_bytes), np.uint8) for size in page_sizes(len(ticket.cells))]
+        done = 0
+        for first in range(0, len(pages), _PAGES_AT_ONCE):
+            gathers = []
+            for page in pages[first : first + _PAGES_AT_ONCE]:
+                gathers.append(self._backend.gather_cells(ticket.cells[done : done + len(page)], StagingBuffer(page)))
+                done += len(page)
+            await all_completed([gather.landed for gather in gathers])
+        self._cache.unpin_save(ticket)
+        return pages
+
     async def _scatter(self, ticket: RestoreTicket) -> None:
+        if self._staging is None:
+            await self._scatter_from_pages(ticket)
+            return
         done = 0
         while done < len(ticket.cells):
             async with self._staging.acquire() as buffer:
@@ -127,6 +150,27 @@ class Saver:
                 await self._run_copy(_copy_in, ticket.records, done, buffer, len(chunk))
                 done += len(chunk)
                 await completed(self._backend.scatter_cells(buffer, chunk))
+
+    async def _scatter_from_pages(self, ticket: RestoreTicket) -> None:
+        pieces = list(_pieces(ticket.records, len(ticket.cells)))
+        done = 0
+        for first in range(0, len(pieces), _PAGES_AT_ONCE):
+            scatters = []
+            for piece in pieces[first : first + _PAGES_AT_ONCE]:
+                cells = ticket.cells[done : done + len(piece)]
+                scatters.append(self._backend.scatter_cells(StagingBuffer(piece), cells))
+                done += len(piece)
+            await all_completed(scatters)
+
+
+def _pieces(records: tuple[PackedKV, ...], n: int) -> Iterator[UInt8Array]:
+    """The first n records of all runs in a row, page by page."""
+    for run in records:
+        for part in run.slices:
+            piece = part.records[:n]
+            n -= len(piece)
+            if len(piece):
+                yield piece
 
 
 def _copy_out(buffer: StagingBuffer, n: int) -> list[UInt8Array]:

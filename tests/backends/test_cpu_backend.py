@@ -10,8 +10,10 @@ import pytest
 from cpu_streams import Piece, Stream, golden_model, log_softmax, make_batch, prompt_logits, step
 
 from llamatrio.backends.cpu.backend import CpuBackend, open_cpu_backend
+from llamatrio.backends.cpu.cells import CellPool
+from llamatrio.backends.cpu.levels import current_level
 from llamatrio.errors import BackendError, UnsupportedModelError
-from llamatrio.model.spec import KVType
+from llamatrio.model.spec import KVLayout, KVType
 
 MODEL = "tiny-qwen3-wide-q4_k_m"
 WINDOWED = "tiny-gemma3-f16"
@@ -128,6 +130,33 @@ def test_restored_cells_continue_with_the_same_bits(backend: CpuBackend) -> None
     elsewhere.n_past = 100
     rows = [step(backend, Piece(elsewhere, [token], is_decode=True)).full for token in generated]
     np.testing.assert_array_equal(np.concatenate(rows), expected)
+
+
+@pytest.mark.parametrize("pause_us", [0, 1])
+@pytest.mark.parametrize("row_bytes", [(1024, 2048), (48, 16)])
+def test_records_are_the_cells_whatever_the_slices(row_bytes: tuple[int, int], pause_us: int) -> None:
+    layout, n = KVLayout("cpu-1", 20, *row_bytes), 40  # of the larger records a slice holds two
+    memory = np.random.default_rng(0).integers(0, 256, n * layout.record_bytes, np.uint8)
+    pool = CellPool(layout, n, memory.copy(), current_level())
+    cells = np.random.default_rng(1).permutation(n)[:33].astype(np.int32)
+    records = np.zeros((33, layout.record_bytes), np.uint8)
+    pool.gather(cells, records, pause_us)
+    layers = np.split(memory, 20)
+    for cell, record in zip(cells, records, strict=True):
+        rows = []
+        for layer in layers:
+            k, v = np.split(layer, [n * row_bytes[0]])
+            rows += [k.reshape(n, -1)[cell], v.reshape(n, -1)[cell]]
+        np.testing.assert_array_equal(record, np.concatenate(rows))
+    pool.memory[:] = 0
+    pool.scatter(records, cells, pause_us)
+    again = np.zeros_like(records)
+    pool.gather(cells, again)
+    np.testing.assert_array_equal(again, records)
+    others = np.setdiff1d(np.arange(n), cells).astype(np.int32)
+    untouched = np.ones((len(others), layout.record_bytes), np.uint8)
+    pool.gather(others, untouched)
+    assert not untouched.any()
 
 
 def test_a_gather_reads_what_the_steps_before_it_wrote(backend: CpuBackend) -> None:

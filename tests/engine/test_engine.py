@@ -16,6 +16,7 @@ from llamatrio.sched.types import Request, SamplingParams
 from tests.fakes import FakeBackend, reference
 
 GREEDY = SamplingParams(temperature=0.0)
+with_and_without_staging = pytest.mark.parametrize("needs_staging", [True, False], ids=["staging", "direct"])
 
 
 def prompt(n: int, salt: int = 1) -> tuple[int, ...]:
@@ -195,8 +196,11 @@ async def test_b02_a_pinned_lane_finds_the_same_cache_as_any_other(open_fake, au
     assert results[0][0] == reference(prompt(40, 1), 5)
 
 
-async def test_an_evicted_prefix_comes_back_from_the_host_and_gives_the_same_ids(open_fake, autojump_clock) -> None:
-    backend = FakeBackend(100)
+@with_and_without_staging
+async def test_an_evicted_prefix_comes_back_from_the_host_and_gives_the_same_ids(
+    open_fake, autojump_clock, needs_staging
+) -> None:
+    backend = FakeBackend(100, needs_staging=needs_staging)
     async with open_fake(backend, n_parallel=1, staging_mib=1) as engine:
         first, _, _ = await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=4))
         await settled(engine)
@@ -211,8 +215,23 @@ async def test_an_evicted_prefix_comes_back_from_the_host_and_gives_the_same_ids
         await settled(engine)
 
 
-async def test_a_save_in_flight_never_holds_up_a_step(open_fake, autojump_clock) -> None:
-    backend = FakeBackend(512)
+@with_and_without_staging
+async def test_many_pages_come_back_in_their_order(open_fake, autojump_clock, needs_staging) -> None:
+    backend = FakeBackend(400, needs_staging=needs_staging)
+    async with open_fake(backend, n_parallel=1) as engine:
+        first, _, _ = await run(engine, Request(prompt(350, 1), GREEDY, max_tokens=4))
+        await settled(engine)
+        await run(engine, Request(prompt(390, 2), GREEDY, max_tokens=4))
+        await settled(engine)
+        again, _, finished = await run(engine, Request(prompt(350, 1), GREEDY, max_tokens=4))
+        assert again == first == reference(prompt(350, 1), 4)
+        assert finished.n_cached == 349
+        await settled(engine)
+
+
+@with_and_without_staging
+async def test_a_save_in_flight_never_holds_up_a_step(open_fake, autojump_clock, needs_staging) -> None:
+    backend = FakeBackend(512, needs_staging=needs_staging)
     held: list[Callable[[], None]] = []
     async with open_fake(backend, n_parallel=2) as engine:
         backend.on_copy = held.append
@@ -233,8 +252,11 @@ async def test_a_save_in_flight_never_holds_up_a_step(open_fake, autojump_clock)
         assert engine.stats().cache_entries > 0
 
 
-async def test_a_save_that_fails_leaves_no_trace_and_the_server_goes_on(open_fake, autojump_clock, caplog) -> None:
-    backend = FakeBackend(100)
+@with_and_without_staging
+async def test_a_save_that_fails_leaves_no_trace_and_the_server_goes_on(
+    open_fake, autojump_clock, caplog, needs_staging
+) -> None:
+    backend = FakeBackend(100, needs_staging=needs_staging)
     async with open_fake(backend, n_parallel=1) as engine:
         backend.fail_next_copy = BackendError("out of pinned memory")
         await run(engine, Request(prompt(30), GREEDY, max_tokens=2))
@@ -246,8 +268,9 @@ async def test_a_save_that_fails_leaves_no_trace_and_the_server_goes_on(open_fak
         assert ids == reference(prompt(30), 2)
 
 
-async def test_a_restore_that_fails_falls_back_to_evaluating(open_fake, autojump_clock) -> None:
-    backend = FakeBackend(100)
+@with_and_without_staging
+async def test_a_restore_that_fails_falls_back_to_evaluating(open_fake, autojump_clock, needs_staging) -> None:
+    backend = FakeBackend(100, needs_staging=needs_staging)
     async with open_fake(backend, n_parallel=1) as engine:
         await run(engine, Request(prompt(70, 1), GREEDY, max_tokens=2))
         await settled(engine)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,12 @@ from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
 
 _COPY_NICENESS = 10
+_SAVE_PAUSE_US, _RESTORE_PAUSE_US = 400, 100
+"""Between slices of a copy, while steps run. A slice takes some 20 to 40 us of one core, for which the team waits; so a
+save lengthens steps by a few percent, for the tenth of a second that a long one takes. A restore has somebody
+waiting for it."""
+_STEPS_RUN_S = 0.05
+"""Steps are taken to run this long behind the last one that was queued."""
 
 
 class CpuBackend:
@@ -46,6 +54,7 @@ class CpuBackend:
         self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy", initializer=_yield_to_steps)
         self._last_step: Future[StepOutput] | None = None
+        self._last_forward = -inf
         self._is_closed = False
 
     @property
@@ -68,10 +77,15 @@ class CpuBackend:
     def device(self) -> str:
         return f"CPU, {self._level.name} kernels, {self._compute.n_threads} threads"
 
+    @property
+    def needs_staging(self) -> bool:
+        return False
+
     def forward(self, batch: Batch) -> Future[StepOutput]:
         """Queues a step. Raises ValueError for a batch that does not fit the backend."""
         self._check_open()
         _check_batch(batch, self._spec, self._max_rows, self.n_cells)
+        self._last_forward = time.monotonic()
         self._last_step = self._compute.submit(batch)
         return self._last_step
 
@@ -84,10 +98,10 @@ class CpuBackend:
     def scatter_cells(self, staging: StagingBuffer, cells: Int32Array) -> Future[None]:
         """Queues copying the first n records of `staging` into `cells` [n]."""
         wanted = self._checked_cells(cells, staging)
-        return self._copy.submit(self._machine.pool.scatter, staging.records, wanted)
+        return self._copy.submit(self._scatter, staging, wanted)
 
     def new_staging(self, n_records: int) -> StagingBuffer:
-        """Ordinary memory: nothing needs pinning here."""
+        """Ordinary memory, for whoever wants some: nothing needs pinning here."""
         if n_records < 1:
             raise ValueError(f"expected at least 1 record, not {n_records}")
         return StagingBuffer(np.zeros((n_records, self.layout.record_bytes), np.uint8))
@@ -102,7 +116,14 @@ class CpuBackend:
     def _gather(self, cells: Int32Array, staging: StagingBuffer, after: Future[StepOutput] | None) -> None:
         if after is not None:
             after.exception()  # waits; a failed step leaves its own cells undefined and the others as they were
-        self._machine.pool.gather(cells, staging.records)
+        self._machine.pool.gather(cells, staging.records, self._pause_us(_SAVE_PAUSE_US))
+
+    def _scatter(self, staging: StagingBuffer, cells: Int32Array) -> None:
+        self._machine.pool.scatter(staging.records, cells, self._pause_us(_RESTORE_PAUSE_US))
+
+    def _pause_us(self, wanted: int) -> int:
+        """How long a copy sleeps between slices: not at all when no steps run."""
+        return wanted if time.monotonic() - self._last_forward < _STEPS_RUN_S else 0
 
     def _checked_cells(self, cells: Int32Array, staging: StagingBuffer) -> Int32Array:
         self._check_open()

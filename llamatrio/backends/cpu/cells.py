@@ -6,8 +6,11 @@ one cell, token-major: layer 0's K row and V row, layer 1's, ... (KVLayout).
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +23,8 @@ from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Int32Array
 
 LAYOUT_NAME = "cpu-1"
-_SLICE = 64
-"""Cells copied per call: the copy thread comes up for air between slices."""
+_SLICE_BYTES = 1 << 17
+"""Copied between two pauses."""
 
 
 def kv_layout(spec: ModelSpec, type_k: KVType, type_v: KVType) -> KVLayout:
@@ -52,31 +55,46 @@ class CellPool:
         """Address of the V rows of a layer."""
         return self.k_rows(layer) + self.layout.k_row_bytes * self.n_cells
 
-    def gather(self, cells: Int32Array, records: NDArray[np.uint8]) -> None:
-        """records[i] (uint8 [n, record_bytes]) = cell cells[i]. Runs without the GIL."""
-        self._copy(f"gather_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=False), cells, records)
+    def gather(self, cells: Int32Array, records: NDArray[np.uint8], pause_us: int = 0) -> None:
+        """records[i] (uint8 [n, record_bytes]) = cell cells[i]. Runs without the GIL, and sleeps between slices."""
+        self._copy(
+            f"gather_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=False), cells, records, pause_us
+        )
 
-    def scatter(self, records: NDArray[np.uint8], cells: Int32Array) -> None:
-        """cell cells[i] = records[i]. Runs without the GIL."""
-        self._copy(f"scatter_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=True), cells, records)
+    def scatter(self, records: NDArray[np.uint8], cells: Int32Array, pause_us: int = 0) -> None:
+        """cell cells[i] = records[i]. Runs without the GIL, and sleeps between slices."""
+        self._copy(
+            f"scatter_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=True), cells, records, pause_us
+        )
 
     @property
     def _shape_name(self) -> str:
         return f"{self.layout.n_layer}x{self.layout.k_row_bytes}x{self.layout.v_row_bytes}"
 
-    def _copy(self, name: str, emit: Callable[..., None], cells: Int32Array, records: NDArray[np.uint8]) -> None:
-        kernel = python_function(compile_kernel(name, emit, self.level), 5)
-        for first in range(0, len(cells), _SLICE):
-            part = cells[first : first + _SLICE]
-            at = records.ctypes.data + first * records.strides[0]
-            kernel(self.memory.ctypes.data, self.n_cells, at, part.ctypes.data, len(part))
+    def _copy(
+        self, name: str, emit: Callable[..., None], cells: Int32Array, records: NDArray[np.uint8], pause_us: int
+    ) -> None:
+        kernel = python_function(compile_kernel(name, emit, self.level), 7)
+        sleep = _sleep_address() if pause_us else 0
+        addresses = (self.memory.ctypes.data, self.n_cells, records.ctypes.data, cells.ctypes.data)
+        kernel(*addresses, len(cells), sleep, pause_us)
+
+
+@cache
+def _sleep_address() -> int:
+    """Address of usleep, or 0 where the system has none."""
+    sleep = getattr(ctypes.CDLL(None), "usleep", None) if sys.platform != "win32" else None
+    return 0 if sleep is None else ctypes.cast(sleep, ctypes.c_void_p).value or 0
 
 
 def _copy_cells(layout: KVLayout, *, to_pool: bool) -> Callable[..., None]:
-    """Emitter of (pool, n_cells, records, cells, n)."""
+    """Emitter of (pool, n_cells, records, cells, n, sleep, pause): `sleep` is the address of usleep, or 0."""
     k_bytes, v_bytes = layout.k_row_bytes, layout.v_row_bytes
+    n_slice = max(1, _SLICE_BYTES // layout.record_bytes)
 
-    def emit(a: Asm, pool: Value, n_cells: Value, records: Value, cells: Value, n: Value) -> None:
+    def emit(
+        a: Asm, pool: Value, n_cells: Value, records: Value, cells: Value, n: Value, sleep: Value, pause: Value
+    ) -> None:
         pool, records, cells = a.pointer(pool), a.pointer(records), a.pointer(cells)
 
         def one(i: Value, _: list[Value]) -> list[Value]:
@@ -96,7 +114,13 @@ def _copy_cells(layout: KVLayout, *, to_pool: bool) -> Callable[..., None]:
             a.loop(0, layout.n_layer, [], layer)
             return []
 
-        a.loop(0, n, [], one)
+        def one_slice(first: Value, _: list[Value]) -> list[Value]:
+            with a.when(a.builder.and_(a.less(a.int64(0), sleep), a.less(a.int64(0), first))):
+                a.call(sleep, a.builder.trunc(pause, i32))
+            a.loop(first, a.minimum(n, a.add(first, n_slice)), [], one)
+            return []
+
+        a.loop(0, n, [], one_slice, step=n_slice)
 
     return emit
 

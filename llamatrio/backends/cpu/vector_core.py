@@ -216,6 +216,11 @@ class Core:
         """Signed integers to f32, lane by lane."""
         return self.builder.sitofp(v, vec(f32, v.type.count) if isinstance(v.type, ir.VectorType) else f32)
 
+    def call(self, address: Value, *arguments: Value) -> None:
+        """Calls the C function at `address` (i64); what it returns is dropped."""
+        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        self.builder.call(self.builder.inttoptr(address, kind.as_pointer()), arguments)
+
     # ---- LLVM intrinsics
 
     def _call(self, name: str, returns: Any, *arguments: Value) -> Value:

@@ -111,6 +111,10 @@ class CudaBackend:
         wanted, buffer = self._checked_cells(cells, staging)
         return self._transfer.scatter(buffer, wanted)
 
+    @property
+    def needs_staging(self) -> bool:
+        return True
+
     def new_staging(self, n_records: int) -> CudaStaging:
         """Pinned memory and its counterpart on the device. Raises BackendError when memory is short."""
         if n_records < 1:
