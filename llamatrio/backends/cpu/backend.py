@@ -1,18 +1,17 @@
 """The CPU backend: a model in one arena, a compute thread with its team, and a copy thread.
 
 Two queues, as the Backend protocol has them. *compute* is one thread, member 0 of the team, which runs the steps in
-order (compute.py). *copy* is one thread of low priority, which moves cells to and from records while steps run. A
-gather waits for the step queued last before it, so it reads what those steps wrote.
+order (compute.py). *copy* is one thread, which moves cells to and from records while steps run, a slice at a time. Its
+priority is not low: where the team has all cores that would mean milliseconds until a slice of microseconds gets its
+turn. A gather waits for the step queued last before it, so it reads what those steps wrote.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -38,10 +37,9 @@ from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
 
-_COPY_NICENESS = 10
-_SAVE_PAUSE_US, _RESTORE_PAUSE_US = 400, 100
+_SAVE_PAUSE_US, _RESTORE_PAUSE_US = 200, 100
 """Between slices of a copy, while steps run. A slice takes some 20 to 40 us of one core, for which the team waits; so a
-save lengthens steps by a few percent, for the tenth of a second that a long one takes. A restore has somebody
+save lengthens steps by a tenth at most, for the tenth of a second that a long one takes. A restore has somebody
 waiting for it."""
 _STEPS_RUN_S = 0.05
 """Steps are taken to run this long behind the last one that was queued."""
@@ -52,7 +50,7 @@ class CpuBackend:
 
     def __init__(self, spec: ModelSpec, machine: Machine, compute: ComputeThread, level: Level, max_rows: int) -> None:
         self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
-        self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy", initializer=_yield_to_steps)
+        self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy")
         self._last_step: Future[StepOutput] | None = None
         self._last_forward = -inf
         self._is_closed = False
@@ -139,13 +137,6 @@ class CpuBackend:
     def _check_open(self) -> None:
         if self._is_closed:
             raise BackendError("the CPU backend is closed")
-
-
-def _yield_to_steps() -> None:
-    """Makes the calling thread less urgent than the team, where the system has priorities per thread."""
-    if hasattr(os, "setpriority"):
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COPY_NICENESS)
 
 
 def _check_batch(batch: Batch, spec: ModelSpec, max_rows: int, n_cells: int) -> None:
