@@ -98,6 +98,10 @@ def through_http(client_kind: type[Http1Client] | type[Http2Client], port: int, 
     return streams
 
 
+SETTLE_S = 0.3
+"""Before each run: both servers save what ended in the run before, and that is not what is measured here."""
+
+
 async def measure(args: argparse.Namespace, works: Sequence[Work]) -> list[dict[str, Figures]]:
     """For each round, for each way, tokens/s of each work."""
     config = EngineConfig(n_ctx=N_CTX, n_parallel=N_SLOTS, n_threads=args.threads)
@@ -118,6 +122,7 @@ async def measure(args: argparse.Namespace, works: Sequence[Work]) -> list[dict[
                 found: dict[str, Figures] = {way: {} for way in WAYS}
                 for work in works:
                     for way in WAYS:
+                        await trio.sleep(SETTLE_S)
                         streams = await run(way, work.bodies(prompts, (number, way)))
                         found[way][work.name] = work.figure(streams)
                 rounds.append(found)
