@@ -140,7 +140,7 @@ def test_records_are_the_cells_whatever_the_slices(row_bytes: tuple[int, int], p
     pool = CellPool(layout, n, memory.copy(), current_level())
     cells = np.random.default_rng(1).permutation(n)[:33].astype(np.int32)
     records = np.zeros((33, layout.record_bytes), np.uint8)
-    pool.gather(cells, records, pause_us)
+    pool.gather(cells, records, np.array([pause_us], np.int32))
     layers = np.split(memory, 20)
     for cell, record in zip(cells, records, strict=True):
         rows = []
@@ -149,7 +149,7 @@ def test_records_are_the_cells_whatever_the_slices(row_bytes: tuple[int, int], p
             rows += [k.reshape(n, -1)[cell], v.reshape(n, -1)[cell]]
         np.testing.assert_array_equal(record, np.concatenate(rows))
     pool.memory[:] = 0
-    pool.scatter(records, cells, pause_us)
+    pool.scatter(records, cells, np.array([pause_us], np.int32))
     again = np.zeros_like(records)
     pool.gather(cells, again)
     np.testing.assert_array_equal(again, records)

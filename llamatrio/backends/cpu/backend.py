@@ -8,12 +8,10 @@ turn. A gather waits for the step queued last before it, so it reads what those 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +35,6 @@ from llamatrio.model.gguf import GGUFFile, open_gguf
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Batch, Int32Array, StepOutput
 
-_SAVE_PAUSE_US, _RESTORE_PAUSE_US = 200, 100
-"""Between slices of a copy, while steps run. A slice takes some 20 to 40 us of one core, for which the team waits; so a
-save lengthens steps by a tenth at most, for the tenth of a second that a long one takes. A restore has somebody
-waiting for it."""
-_STEPS_RUN_S = 0.05
-"""Steps are taken to run this long behind the last one that was queued."""
-
 
 class CpuBackend:
     """A Backend (backends/base.py) on this machine's processor. Made by `open_cpu_backend`."""
@@ -52,7 +43,6 @@ class CpuBackend:
         self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy")
         self._last_step: Future[StepOutput] | None = None
-        self._last_forward = -inf
         self._is_closed = False
 
     @property
@@ -83,7 +73,6 @@ class CpuBackend:
         """Queues a step. Raises ValueError for a batch that does not fit the backend."""
         self._check_open()
         _check_batch(batch, self._spec, self._max_rows, self.n_cells)
-        self._last_forward = time.monotonic()
         self._last_step = self._compute.submit(batch)
         return self._last_step
 
@@ -114,14 +103,10 @@ class CpuBackend:
     def _gather(self, cells: Int32Array, staging: StagingBuffer, after: Future[StepOutput] | None) -> None:
         if after is not None:
             after.exception()  # waits; a failed step leaves its own cells undefined and the others as they were
-        self._machine.pool.gather(cells, staging.records, self._pause_us(_SAVE_PAUSE_US))
+        self._machine.pool.gather(cells, staging.records, self._compute.save_pause_us)
 
     def _scatter(self, staging: StagingBuffer, cells: Int32Array) -> None:
-        self._machine.pool.scatter(staging.records, cells, self._pause_us(_RESTORE_PAUSE_US))
-
-    def _pause_us(self, wanted: int) -> int:
-        """How long a copy sleeps between slices: not at all when no steps run."""
-        return wanted if time.monotonic() - self._last_forward < _STEPS_RUN_S else 0
+        self._machine.pool.scatter(staging.records, cells, self._compute.restore_pause_us)
 
     def _checked_cells(self, cells: Int32Array, staging: StagingBuffer) -> Int32Array:
         self._check_open()

@@ -25,6 +25,7 @@ from llamatrio.sched.types import Int32Array
 LAYOUT_NAME = "cpu-1"
 _SLICE_BYTES = 1 << 17
 """Copied between two pauses."""
+NO_PAUSE = np.zeros(1, np.int32)
 
 
 def kv_layout(spec: ModelSpec, type_k: KVType, type_v: KVType) -> KVLayout:
@@ -55,29 +56,30 @@ class CellPool:
         """Address of the V rows of a layer."""
         return self.k_rows(layer) + self.layout.k_row_bytes * self.n_cells
 
-    def gather(self, cells: Int32Array, records: NDArray[np.uint8], pause_us: int = 0) -> None:
-        """records[i] (uint8 [n, record_bytes]) = cell cells[i]. Runs without the GIL, and sleeps between slices."""
-        self._copy(
-            f"gather_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=False), cells, records, pause_us
-        )
+    def gather(self, cells: Int32Array, records: NDArray[np.uint8], pause_us: Int32Array = NO_PAUSE) -> None:
+        """records[i] (uint8 [n, record_bytes]) = cell cells[i].
 
-    def scatter(self, records: NDArray[np.uint8], cells: Int32Array, pause_us: int = 0) -> None:
-        """cell cells[i] = records[i]. Runs without the GIL, and sleeps between slices."""
-        self._copy(
-            f"scatter_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=True), cells, records, pause_us
-        )
+        Runs without the GIL, in slices. Before each it looks at `pause_us` [1], which may change meanwhile, and sleeps
+        as many microseconds.
+        """
+        name, emit = f"gather_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=False)
+        self._copy(name, emit, cells, records, pause_us)
+
+    def scatter(self, records: NDArray[np.uint8], cells: Int32Array, pause_us: Int32Array = NO_PAUSE) -> None:
+        """cell cells[i] = records[i], in slices as `gather`."""
+        name, emit = f"scatter_cells_{self._shape_name}", _copy_cells(self.layout, to_pool=True)
+        self._copy(name, emit, cells, records, pause_us)
 
     @property
     def _shape_name(self) -> str:
         return f"{self.layout.n_layer}x{self.layout.k_row_bytes}x{self.layout.v_row_bytes}"
 
     def _copy(
-        self, name: str, emit: Callable[..., None], cells: Int32Array, records: NDArray[np.uint8], pause_us: int
+        self, name: str, emit: Callable[..., None], cells: Int32Array, records: NDArray[np.uint8], pause_us: Int32Array
     ) -> None:
         kernel = python_function(compile_kernel(name, emit, self.level), 7)
-        sleep = _sleep_address() if pause_us else 0
         addresses = (self.memory.ctypes.data, self.n_cells, records.ctypes.data, cells.ctypes.data)
-        kernel(*addresses, len(cells), sleep, pause_us)
+        kernel(*addresses, len(cells), _sleep_address(), pause_us.ctypes.data)
 
 
 @cache
@@ -88,14 +90,14 @@ def _sleep_address() -> int:
 
 
 def _copy_cells(layout: KVLayout, *, to_pool: bool) -> Callable[..., None]:
-    """Emitter of (pool, n_cells, records, cells, n, sleep, pause): `sleep` is the address of usleep, or 0."""
+    """Emitter of (pool, n_cells, records, cells, n, sleep, pause_us): `sleep` is the address of usleep, or 0."""
     k_bytes, v_bytes = layout.k_row_bytes, layout.v_row_bytes
     n_slice = max(1, _SLICE_BYTES // layout.record_bytes)
 
     def emit(
-        a: Asm, pool: Value, n_cells: Value, records: Value, cells: Value, n: Value, sleep: Value, pause: Value
+        a: Asm, pool: Value, n_cells: Value, records: Value, cells: Value, n: Value, sleep: Value, pause_us: Value
     ) -> None:
-        pool, records, cells = a.pointer(pool), a.pointer(records), a.pointer(cells)
+        pool, records, cells, pause_us = (a.pointer(address) for address in (pool, records, cells, pause_us))
 
         def one(i: Value, _: list[Value]) -> list[Value]:
             cell = a.builder.zext(a.load(cells, a.mul(i, 4), i32), i64)
@@ -115,8 +117,9 @@ def _copy_cells(layout: KVLayout, *, to_pool: bool) -> Callable[..., None]:
             return []
 
         def one_slice(first: Value, _: list[Value]) -> list[Value]:
-            with a.when(a.builder.and_(a.less(a.int64(0), sleep), a.less(a.int64(0), first))):
-                a.call(sleep, a.builder.trunc(pause, i32))
+            wanted = a.load_shared(pause_us, 0, i32)
+            with a.when(a.builder.and_(a.less(a.int64(0), sleep), a.less(a.int64(0), a.builder.zext(wanted, i64)))):
+                a.call(sleep, wanted)
             a.loop(first, a.minimum(n, a.add(first, n_slice)), [], one)
             return []
 

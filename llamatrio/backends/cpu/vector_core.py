@@ -62,6 +62,10 @@ class Core:
         """Loads a `kind` from base + offset bytes."""
         return self.builder.load(self.at(base, offset), typ=kind, align=align)
 
+    def load_shared(self, base: Value, offset: Offset, kind: Any) -> Value:
+        """Loads an integer that another thread may be writing: once, and never an earlier value again."""
+        return self.builder.load_atomic(self.at(base, offset), "monotonic", kind.width // 8, typ=kind)
+
     def store(self, value: Value, base: Value, offset: Offset, align: int = 1) -> None:
         """Stores to base + offset bytes."""
         self.builder.store(value, self.at(base, offset), align=align)
