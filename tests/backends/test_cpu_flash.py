@@ -40,7 +40,7 @@ class Flash:
         d = shape.head_dim
         self.shape, self.cap = shape, cap
         self.begin = kernel(f"flash_begin_{shape.name}", flash.flash_begin(shape), 7, level)
-        self.pack = kernel(f"flash_pack_{shape.name}", flash.flash_pack(shape), 9, level)
+        self.pack = kernel(f"flash_pack_{shape.name}", flash.flash_pack(shape), 7, level)
         self.chunk = kernel(f"flash_chunk_{shape.name}", flash.flash_chunk(shape), 11, level)
         self.finish = kernel(f"flash_finish_{d}", flash.flash_finish(d), 6, level)
 
@@ -60,7 +60,7 @@ class Flash:
         for start in range(seen_from, position + n_rows, att.CHUNK):
             n = min(att.CHUNK, position + n_rows - start)
             self.pack(
-                k.ctypes.data, v.ctypes.data, cells[start:].ctypes.data, n, k.shape[1], v.shape[1], head,
+                k.ctypes.data, v.ctypes.data, cells[start:].ctypes.data, n, head,
                 packed.ctypes.data, 0,
             )  # fmt: skip
             self.chunk(

@@ -86,26 +86,27 @@ def _chunk_cells(position, chunk, start):
 
 
 @inner
-def _attend_chunk(
-    step, layers, layer, batches, member, row, chunk, kv_head, batch, state, next_row, next_chunk, next_head
-):
-    """One chunk of one batch of heads of one row, into `state`, while the next chunk's cells are fetched."""
+def _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, state, next_row, next_chunk, part):
+    """One chunk of one batch of heads of one row, into `state`.
+
+    Meanwhile a part of the next chunk's cells is fetched: the `part`-th of as many as there are batches of heads.
+    """
     position, next_position = _position(step, row), _position(step, next_row)
     start = _chunk_start(layers, layer, position, chunk)
     n = _chunk_cells(position, chunk, start)
     next_start = _chunk_start(layers, layer, next_position, next_chunk)
-    next_n = _chunk_cells(next_position, next_chunk, next_start)
+    fetch, last = share(_chunk_cells(next_position, next_chunk, next_start), part, step[t.N_HEAD_KV] * len(batches))
     head = kv_head * (step[t.N_HEAD] // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
     if step[t.K_IS_Q8]:
         query = step[t.QUERIES] + (row * step[t.N_HEAD] + head) * step[t.QUERY_BYTES]
     else:
         query = step[t.QKV] + row * step[t.LD_QKV] + 4 * head * step[t.HEAD_DIM]
     cells = load_i64(step[t.CELL_LISTS], row) + 4 * start
-    next_cells = load_i64(step[t.CELL_LISTS], next_row) + 4 * next_start
+    next_cells = load_i64(step[t.CELL_LISTS], next_row) + 4 * (next_start + fetch)
     scratch = step[t.ATTN_SCRATCH] + member * step[t.PRIVATE_BYTES]
     call_kernel(
         batches[batch, t.B_KERNEL], query, layers[layer, t.K_POOL], layers[layer, t.V_POOL], cells, n, state, scratch,
-        step[t.K_STRIDE], step[t.V_STRIDE], kv_head, step[t.ATTN_CAP], next_cells, next_n, next_head,
+        kv_head, step[t.ATTN_CAP], next_cells, last - fetch,
     )  # fmt: skip
 
 
@@ -123,16 +124,17 @@ def attend_chunks(step, layers, layer, batches, member, n_members):
         n_chunks = _n_chunks(step, layers, layer, row)
         first_chunk = _first_chunk(step, layers, layer, row)
         for i in range(max(0, first - unit), min(n_chunks * per_chunk, last - unit)):
-            chunk, kv_head, batch = i // per_chunk, i % per_chunk // n_batches, i % n_batches
+            chunk, part = i // per_chunk, i % per_chunk
+            kv_head, batch = part // n_batches, part % n_batches
             head = kv_head * group + batches[batch, t.B_FIRST_HEAD]
             state = step[t.STATES] + ((before + chunk) * n_head + head) * step[t.STATE_BYTES]
-            next_row, next_chunk, next_head = row, first_chunk + (i + 1) // per_chunk, (i + 1) % per_chunk // n_batches
-            if i + 1 == n_chunks * per_chunk:
+            next_row, next_chunk = row, first_chunk + chunk + 1
+            if chunk + 1 == n_chunks:
                 next_row = min(row + 1, step[t.N_LONE] - 1)
                 next_chunk = _first_chunk(step, layers, layer, next_row)
             _attend_chunk(
                 step, layers, layer, batches, member, row, first_chunk + chunk, kv_head, batch, state,
-                next_row, next_chunk, next_head,
+                next_row, next_chunk, part,
             )  # fmt: skip
         unit += n_chunks * per_chunk
         before += n_chunks
@@ -197,8 +199,22 @@ def _attend_whole_row(step, layers, layer, batches, member, row, kv_head, batch)
     first_chunk, last_chunk = _first_chunk(step, layers, layer, row), _position(step, row) // CHUNK
     for chunk in range(first_chunk, last_chunk + 1):
         into = state if chunk == first_chunk else part
-        following = min(chunk + 1, last_chunk)
-        _attend_chunk(step, layers, layer, batches, member, row, chunk, kv_head, batch, into, row, following, kv_head)
+        part = kv_head * len(batches) + batch
+        _attend_chunk(
+            step,
+            layers,
+            layer,
+            batches,
+            member,
+            row,
+            chunk,
+            kv_head,
+            batch,
+            into,
+            row,
+            min(chunk + 1, last_chunk),
+            part,
+        )
         if chunk > first_chunk:
             call_kernel(step[t.F_MERGE], state, part, n_heads)
     head = kv_head * (n_head // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
@@ -222,18 +238,7 @@ def _attend_span(step, layers, layer, member, span, kv_head):
         n = min(CHUNK, end - start)
         following = min(CHUNK, end - start - n)
         cells = load_i64(step[t.CELL_LISTS], row) + 4 * start
-        call_kernel(
-            step[t.F_FLASH_PACK],
-            k_pool,
-            v_pool,
-            cells,
-            n,
-            step[t.K_STRIDE],
-            step[t.V_STRIDE],
-            kv_head,
-            packed,
-            following,
-        )
+        call_kernel(step[t.F_FLASH_PACK], k_pool, v_pool, cells, n, kv_head, packed, following)
         call_kernel(
             step[t.F_FLASH_CHUNK], queries, packed, states, scores, group, n_tiles, position, start, n,
             layers[layer, t.WINDOW], step[t.ATTN_CAP],

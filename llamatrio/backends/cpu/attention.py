@@ -36,6 +36,10 @@ from llamatrio.model.spec import KVType
 
 CHUNK = 128
 """Positions whose scores are held at once; a multiple of 16."""
+ADDRESS = 8
+_LINE = 64
+_LONGEST_ASKED_FOR = 256
+"""Bytes of a row."""
 _ROW_ALIGNMENT = 16
 _SCALE_BYTES = 2
 _QUERY_MAX = 127 * 128.0
@@ -60,10 +64,9 @@ def state_bytes(head_dim: int) -> int:
     return F32 * head_dim + VECTOR
 
 
-def head_batches(group: int, head_dim: int, level: Level) -> list[int]:
-    """How the query heads of a group are split over kernels, so that their outputs stay in registers."""
-    most = max(1, level.n_vectors * 5 // 8 // (head_dim // LANES))
-    n = -(-group // most)
+def head_batches(group: int, level: Level) -> list[int]:
+    """How the query heads of a group are split over kernels, so that the sums of a batch stay in registers."""
+    n = -(-group // max(1, level.n_vectors // 6))
     return [group // n + (i < group % n) for i in range(n)]
 
 
@@ -120,13 +123,11 @@ def quantize_query(head_dim: int) -> Callable[[Asm, Value, Value, Value], None]:
 
 
 def attend(shape: AttentionShape) -> Callable[..., None]:
-    """Emitter of (q, k, v, cells, n, state, scratch, k_stride, v_stride, head, cap_bits, next cells, n and head).
+    """Emitter of (q, k, v, cells, n, state, scratch, head, cap_bits, next_cells, next_n).
 
     k, v: addresses of the pools of one layer; cells: i32 [n] indices of rows there, in order of position,
-    1 <= n <= CHUNK; head: the kv head; k_stride, v_stride: bytes of a row; scratch: scratch_bytes(shape) bytes.
-
-    Rows are scattered, so no hardware foresees them: while a chunk is computed, the rows of the next (i32
-    [next_n >= 1] at next_cells, kv head next_head) are asked for.
+    1 <= n <= CHUNK; head: the kv head; scratch: scratch_bytes(shape) bytes. The whole rows of the cells i32 [next_n]
+    at next_cells are brought near meanwhile.
     """
 
     def emit(
@@ -138,38 +139,25 @@ def attend(shape: AttentionShape) -> Callable[..., None]:
         n: Value,
         state: Value,
         scratch: Value,
-        k_stride: Value,
-        v_stride: Value,
         head: Value,
         cap_bits: Value,
         next_cells: Value,
         next_n: Value,
-        next_head: Value,
     ) -> None:
         q, k, v, state, scratch, cells, next_cells = (
             a.pointer(x) for x in (q, k, v, state, scratch, cells, next_cells)
         )
-        k_rows = Rows(a, shape, shape.type_k, k, k_stride, cells, head)
-        v_rows = Rows(a, shape, shape.type_v, v, v_stride, cells, head)
-        next_k = Rows(a, shape, shape.type_k, k, k_stride, next_cells, next_head)
-        next_v = Rows(a, shape, shape.type_v, v, v_stride, next_cells, next_head)
-
-        def prefetch(i: Value) -> None:
-            for j in range(LANES):
-                place, ahead = a.minimum(a.add(i, j), a.add(n, -1)), a.minimum(a.add(i, j), a.add(next_n, -1))
-                v_rows.prefetch(place, "L1")
-                k_rows.prefetch(a.minimum(a.add(i, LANES + j), a.add(n, -1)), "L1")
-                next_k.prefetch(ahead, "L2")
-                next_v.prefetch(ahead, "L2")
-
+        k_rows = Rows(a, shape, shape.type_k, k, cells, head)
+        v_rows = Rows(a, shape, shape.type_v, v, cells, head)
+        k_rows.find_all(a.at(scratch, _found_at(shape)), n)
+        v_rows.find_all(a.at(scratch, _found_at(shape) + ADDRESS * CHUNK), n)
+        coming = [Rows(a, shape, rows.kind, pool, next_cells, a.int64(0)) for rows, pool in ((k_rows, k), (v_rows, v))]
         cap = a.splat(a.bitcast(a.builder.trunc(cap_bits, i32), f32)) if shape.has_softcap else None
-        largest = _scores(a, shape, q, k_rows, n, scratch, cap, prefetch)
+        largest = _scores(a, shape, q, k_rows, n, scratch, cap, _fetcher(a, coming, next_n))
         sums = _weights(a, shape, v_rows, n, scratch, largest)
-        outputs = _outputs(a, shape, v_rows, n, scratch)
+        _outputs(a, shape, v_rows, n, scratch, state)
         for h in range(shape.n_heads):
             base = h * state_bytes(shape.head_dim)
-            for d in range(shape.head_dim // LANES):
-                a.store(outputs[h * (shape.head_dim // LANES) + d], state, base + VECTOR * d)
             a.store(a.lane(largest[h], 0), state, base + F32 * shape.head_dim)
             a.store(a.reduce_add(sums[h]), state, base + F32 * shape.head_dim + F32)
 
@@ -177,34 +165,101 @@ def attend(shape: AttentionShape) -> Callable[..., None]:
 
 
 def scratch_bytes(shape: AttentionShape) -> int:
-    """Scores, and for a q8_0 V cache the weights times the scale of each block."""
+    """Scores, for a q8_0 V cache the weights times the scale of each block, and where the K and V rows are."""
+    return _found_at(shape) + 2 * ADDRESS * CHUNK
+
+
+def _found_at(shape: AttentionShape) -> int:
     n_scaled = shape.head_dim // BLOCK if shape.type_v == "q8_0" else 0
     return shape.n_heads * (1 + n_scaled) * CHUNK * F32
+
+
+def _fetcher(a: Asm, pools: Sequence[Rows], n: Value) -> Callable[[Value], None]:
+    """What a loop over a chunk calls at cell i = 0, 16, ... to have n rows of each pool in cache at its end.
+
+    Rows are scattered, so no hardware foresees them. Short ones are asked for a few at a time. Of long ones that would
+    be more lines than a core can have under way: those are read, all at once, which the hardware takes for a stream.
+    """
+    is_short = max(rows.stride for rows in pools) <= _LONGEST_ASKED_FOR
+    n_at_once = a.int64(CHUNK) if not is_short else a.builder.add(a.div(n, CHUNK // LANES), a.int64(1))
+
+    def fetch(i: Value) -> None:
+        first = a.mul(a.div(i, LANES), n_at_once)
+
+        def one(rows: Rows) -> Callable[[Value, list[Value]], list[Value]]:
+            def body(j: Value, _: list[Value]) -> list[Value]:
+                rows.fetch(j, by_reading=not is_short)
+                return []
+
+            return body
+
+        for rows in pools:
+            a.loop(a.minimum(first, n), a.minimum(a.add(first, n_at_once), n), [], one(rows))
+
+    return fetch
 
 
 class Rows:
     """The rows of one kv head in a pool, by place in the list of cells."""
 
-    def __init__(
-        self, a: Asm, shape: AttentionShape, kind: KVType, pool: Value, stride: Value, cells: Value, head: Value
-    ) -> None:
-        self.a, self.kind, self.cells, self.stride = a, kind, cells, stride
+    def __init__(self, a: Asm, shape: AttentionShape, kind: KVType, pool: Value, cells: Value, head: Value) -> None:
+        self.a, self.kind, self.cells = a, kind, cells
+        self.stride = row_bytes(kind, shape.n_head_kv, shape.head_dim)
         self.n_vectors = shape.head_dim // LANES
+        self.n_blocks = shape.head_dim // BLOCK
         self.head_bytes = shape.head_dim * (2 if kind == "f16" else 1)
         self.base = a.at(pool, a.mul(head, self.head_bytes))
-        n_scale_bytes = shape.head_dim // BLOCK * _SCALE_BYTES
-        self.scales = a.add(shape.n_head_kv * shape.head_dim, a.mul(head, n_scale_bytes))
-        self.pool = pool
+        self.scales = a.add(
+            shape.n_head_kv * shape.head_dim, a.mul(head, self.n_blocks * _SCALE_BYTES - shape.head_dim)
+        )
+        """From the head's elements to its scales, in bytes."""
+        self.found: Value | None = None
+
+    def find_all(self, found: Value, n: Value) -> None:
+        """From here on `row` looks into the list `found` (ADDRESS bytes [CHUNK]), which this fills for n rows.
+
+        Places from n up to the next multiple of 16 have the last row.
+        """
+        a, half, kind = self.a, LANES // 2, vec(i64, LANES // 2)
+        base = a.splat(a.builder.ptrtoint(self.base, i64), half)
+        last = a.load(self.cells, a.mul(a.add(n, -1), 4), i32)
+
+        def some(i: Value, _: list[Value]) -> list[Value]:
+            cells = a.load_first(self.cells, a.mul(i, 4), a.builder.sub(n, i), last)
+            for first in (0, half):
+                wide = a.builder.zext(a.part(cells, first, half), kind)
+                rows = a.builder.add(base, a.builder.mul(wide, ir.Constant(kind, [self.stride] * half)))
+                a.store(rows, found, a.add(a.mul(i, ADDRESS), ADDRESS * first))
+            return []
+
+        a.loop(0, n, [], some, step=LANES)
+        self.found = found
 
     def row(self, place: Value) -> Value:
         """Pointer to the head's elements in the row at `place`."""
-        cell = self.a.builder.zext(self.a.load(self.cells, self.a.mul(place, 4), i32), i64)
-        return self.a.at(self.base, self.a.mul(cell, self.stride))
+        a = self.a
+        if self.found is not None:
+            return a.pointer(a.load(self.found, a.mul(place, ADDRESS), i64))
+        cell = a.builder.zext(a.load(self.cells, a.mul(place, 4), i32), i64)
+        return a.at(self.base, a.mul(cell, self.stride))
 
     def prefetch(self, place: Value, into: Literal["L1", "L2"]) -> None:
+        """Asks for the head's elements in the row at `place`."""
         row = self.row(place)
-        for line in range(0, self.head_bytes, 64):
+        for line in range(0, self.head_bytes, _LINE):
             self.a.prefetch(row, line, into)
+
+    def fetch(self, place: Value, *, by_reading: bool) -> None:
+        """Brings near what of the row at `place` lies behind the head's first element: for head 0 all of it."""
+        row = self.row(place)
+        lines = list(range(0, self.stride, _LINE))
+        if self.stride - lines[-1] > _ROW_ALIGNMENT:
+            lines.append(self.stride - _ROW_ALIGNMENT)  # rows need not begin with a line
+        for line in lines:
+            if by_reading:
+                self.a.load_shared(row, line, i64)
+            else:
+                self.a.prefetch(row, line, "L1")
 
     def values(self, place: Value, *, bias: int) -> list[Value]:
         """All elements of the row at `place`, as vectors of 16 x f32; bias is what the stored integers have added."""
@@ -218,20 +273,23 @@ class Rows:
             return a.load_f16(row, 2 * LANES * d)
         stored = a.load(row, LANES * d, vec(i8))
         codes = a.builder.sub(a.builder.zext(stored, vi32), a.splat_int(bias)) if bias else a.builder.sext(stored, vi32)
-        cell = a.builder.zext(a.load(self.cells, a.mul(place, 4), i32), i64)
-        at = a.add(a.mul(cell, self.stride), self.scales, _SCALE_BYTES * (d // 2))
-        scale = a.f16_to_f32(a.splat(a.load(self.pool, at, i16)))
+        scale = a.f16_to_f32(a.splat(a.load(row, a.add(self.scales, _SCALE_BYTES * (d // 2)), i16)))
         return a.fmul(a.to_f32(codes), scale)
 
-    def scales_of(self, places: Value, block: int) -> Value:
-        """The scales of one block of 16 rows as 16 x f32; `places` is 16 x i64."""
+    def scales_of(self, places: Sequence[Value]) -> list[Value]:
+        """The scales of 16 rows: per block 16 x f32."""
         a = self.a
-        cells = [a.load(self.cells, a.mul(a.lane(places, i), 4), i32) for i in range(LANES)]
-        bits: Value = ir.Constant(vec(i16), ir.Undefined)
-        for i, cell in enumerate(cells):
-            at = a.add(a.mul(a.builder.zext(cell, i64), self.stride), self.scales, _SCALE_BYTES * block)
-            bits = a.builder.insert_element(bits, a.load(self.pool, at, i16), a.int32(i))
-        return a.f16_to_f32(bits)
+        rows = [self.row(place) for place in places]
+        scales: list[Value] = []
+        for block in range(0, self.n_blocks, 2):
+            # Two scales at a time; behind the last of a row there is room.
+            pairs: Value = ir.Constant(vi32, ir.Undefined)
+            for i, row in enumerate(rows):
+                pair = a.load(row, a.add(self.scales, _SCALE_BYTES * block), i32)
+                pairs = a.builder.insert_element(pairs, pair, a.int32(i))
+            for bits in (pairs, a.builder.lshr(pairs, a.splat_int(16))):
+                scales.append(a.f16_to_f32(a.builder.trunc(bits, vec(i16))))
+        return scales[: self.n_blocks]
 
 
 def _scores(
@@ -242,15 +300,14 @@ def _scores(
     n: Value,
     scratch: Value,
     cap: Value | None,
-    prefetch: Callable[[Value], None],
+    fetch: Callable[[Value], None],
 ) -> list[Value]:
     """Scores into scratch [head][CHUNK], MASKED beyond n; per head the largest of all, in all lanes."""
-    last = a.add(n, -1)
     step = _scores_f16 if shape.type_k == "f16" else _scores_q8
 
     def block(i: Value, largest: list[Value]) -> list[Value]:
-        places = [a.minimum(a.add(i, j), last) for j in range(LANES)]
-        prefetch(i)
+        places = [a.add(i, j) for j in range(LANES)]
+        fetch(i)
         scores = step(a, shape, q, k, places)
         inside = a.builder.icmp_signed(
             "<", ir.Constant(vi32, list(range(LANES))), a.splat(a.builder.trunc(a.builder.sub(n, i), i32))
@@ -287,9 +344,7 @@ def _scores_f16(a: Asm, shape: AttentionShape, q: Value, k: Rows, places: Sequen
 def _scores_q8(a: Asm, shape: AttentionShape, q: Value, k: Rows, places: Sequence[Value]) -> list[Value]:
     n_heads, n_blocks = shape.n_heads, shape.head_dim // BLOCK
     record = query_bytes("q8_0", shape.head_dim)
-    all_places: Value = ir.Constant(vec(i64), ir.Undefined)
-    for i, place in enumerate(places):
-        all_places = a.builder.insert_element(all_places, place, a.int32(i))
+    scales = k.scales_of(places)
     totals: list[Value] = [None] * n_heads
     half = vec(i8, BLOCK)
     for block in range(n_blocks):
@@ -306,12 +361,11 @@ def _scores_q8(a: Asm, shape: AttentionShape, q: Value, k: Rows, places: Sequenc
             return sums
 
         products = _reduce_tree(a, partial_sums, a.builder.add, first_level=2)
-        scales = k.scales_of(all_places, block)
         for h in range(n_heads):
             at = record * h + 2 * shape.head_dim + F32 * block
             correction = a.load_splat(q, at + F32 * n_blocks, i32)
             exact = a.to_f32(a.builder.sub(products[h], correction))
-            factor = a.fmul(scales, a.load_splat(q, at))
+            factor = a.fmul(scales[block], a.load_splat(q, at))
             totals[h] = a.fmul(exact, factor) if block == 0 else a.fma(exact, factor, totals[h])
     return totals
 
@@ -363,14 +417,9 @@ def _reduce_tree(
 def _weights(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value, largest: Sequence[Value]) -> list[Value]:
     """Turns the scores into weights exp(score - largest), times V's scales where it has any; per head their sums."""
     n_scaled = shape.head_dim // BLOCK if shape.type_v == "q8_0" else 0
-    last = a.add(n, -1)
 
     def block(i: Value, sums: list[Value]) -> list[Value]:
-        places: Value = ir.Constant(vec(i64), ir.Undefined)
-        if n_scaled:
-            for j in range(LANES):
-                places = a.builder.insert_element(places, a.minimum(a.add(i, j), last), a.int32(j))
-        scales = [v.scales_of(places, b) for b in range(n_scaled)]
+        scales = v.scales_of([a.add(i, j) for j in range(LANES)]) if n_scaled else []
         results = []
         for h in range(shape.n_heads):
             at = a.add(h * CHUNK * F32, a.mul(i, F32))
@@ -385,26 +434,38 @@ def _weights(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value, l
     return a.loop(0, n, [a.zero(vf32)] * shape.n_heads, block, step=LANES)
 
 
-def _outputs(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value) -> list[Value]:
-    """Sum over the cells of weight times V: per head head_dim / 16 vectors."""
-    n_heads, n_vectors = shape.n_heads, shape.head_dim // LANES
+def _outputs(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value, state: Value) -> None:
+    """Sum over the cells of weight times V into the states, as many dimensions at a time as registers hold."""
+    n_vectors = shape.head_dim // LANES
+    width = max(1, a.level.n_vectors * 5 // 8 // shape.n_heads)
+    for first in range(0, n_vectors, width):
+        dims = range(first, min(n_vectors, first + width))
+        sums = iter(_output_sums(a, shape, v, n, scratch, dims))
+        for h in range(shape.n_heads):
+            for d in dims:
+                a.store(next(sums), state, h * state_bytes(shape.head_dim) + VECTOR * d)
+
+
+def _output_sums(a: Asm, shape: AttentionShape, v: Rows, n: Value, scratch: Value, dims: range) -> list[Value]:
+    """Per head the vectors `dims` of its output."""
     n_scaled = shape.head_dim // BLOCK if shape.type_v == "q8_0" else 0
 
     def cell(i: Value, sums: list[Value]) -> list[Value]:
         row = v.row(i)
         results = list(sums)
-        for d in range(n_vectors):
+        for place, d in enumerate(dims):
             if n_scaled:
                 values = a.to_f32(a.builder.sext(a.load(row, LANES * d, vec(i8)), vi32))
             else:
                 values = a.load_f16(row, 2 * LANES * d)
-            for h in range(n_heads):
-                line = n_heads + h * n_scaled + d // 2 if n_scaled else h
+            for h in range(shape.n_heads):
+                line = shape.n_heads + h * n_scaled + d // 2 if n_scaled else h
                 weight = a.load_splat(scratch, a.add(line * CHUNK * F32, a.mul(i, F32)))
-                results[h * n_vectors + d] = a.fma(values, weight, results[h * n_vectors + d])
+                at = h * len(dims) + place
+                results[at] = a.fma(values, weight, results[at])
         return results
 
-    return a.loop(0, n, [a.zero(vf32)] * (n_heads * n_vectors), cell)
+    return a.loop(0, n, [a.zero(vf32)] * (shape.n_heads * len(dims)), cell)
 
 
 def merge_states(head_dim: int) -> Callable[[Asm, Value, Value, Value], None]:

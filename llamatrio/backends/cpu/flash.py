@@ -159,7 +159,7 @@ def _exp2(a: Asm, x: Value) -> Value:
 
 
 def flash_pack(shape: AttentionShape) -> Callable[..., None]:
-    """Emitter of (k, v, cells, n, k_stride, v_stride, head, packed, next_n): collects a chunk of 1 <= n <= CHUNK cells.
+    """Emitter of (k, v, cells, n, head, packed, next_n): collects a chunk of 1 <= n <= CHUNK cells.
 
     Cells n .. rounded up to 32 repeat the last one. The next_n <= CHUNK cells behind these are prefetched.
     """
@@ -172,15 +172,13 @@ def flash_pack(shape: AttentionShape) -> Callable[..., None]:
         v: Value,
         cells: Value,
         n: Value,
-        k_stride: Value,
-        v_stride: Value,
         head: Value,
         packed: Value,
         next_n: Value,
     ) -> None:
         cells, packed = a.pointer(cells), a.pointer(packed)
-        k_rows = Rows(a, shape, shape.type_k, a.pointer(k), k_stride, cells, head)
-        v_rows = Rows(a, shape, shape.type_v, a.pointer(v), v_stride, cells, head)
+        k_rows = Rows(a, shape, shape.type_k, a.pointer(k), cells, head)
+        v_rows = Rows(a, shape, shape.type_v, a.pointer(v), cells, head)
         tiles = Tiles(a.level)
         values = a.at(packed, _keys_bytes(tiles, head_dim))
         last = a.add(n, -1)

@@ -51,7 +51,7 @@ def attention_shapes(spec: ModelSpec, type_k: KVType, type_v: KVType, level: Lev
     group = spec.n_head // spec.n_head_kv
     return [
         AttentionShape(spec.head_dim, spec.n_head_kv, n, type_k, type_v, spec.attn_softcap > 0)
-        for n in att.head_batches(group, spec.head_dim, level)
+        for n in att.head_batches(group, level)
     ]
 
 

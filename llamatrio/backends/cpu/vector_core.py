@@ -62,6 +62,13 @@ class Core:
         """Loads a `kind` from base + offset bytes."""
         return self.builder.load(self.at(base, offset), typ=kind, align=align)
 
+    def load_first(self, base: Value, offset: Offset, n: Value, other: Value) -> Value:
+        """16 x i32 from base + offset bytes, of which only the first n are read; the rest are `other`."""
+        lanes = ir.Constant(vec(i32), list(range(LANES)))
+        inside = self.builder.icmp_signed("<", lanes, self.splat(self.builder.trunc(n, i32)))
+        arguments = (self.at(base, offset), self.int32(4), inside, self.splat(other))
+        return self._call("llvm.masked.load.v16i32.p0", vec(i32), *arguments)
+
     def load_shared(self, base: Value, offset: Offset, kind: Any) -> Value:
         """Loads an integer that another thread may be writing: once, and never an earlier value again."""
         return self.builder.load_atomic(self.at(base, offset), "monotonic", kind.width // 8, typ=kind)
