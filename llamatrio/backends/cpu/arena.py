@@ -2,7 +2,7 @@
 
 Huge pages matter: weights are read in order, once a step, and the page walks of 4 KiB pages cost up to half of the
 bandwidth. The kernel gives huge pages to private anonymous memory that asks for them (Python's own mmap(-1) is
-shared and gets none). Pages that are never touched cost nothing, so a large KV pool is free until it fills.
+shared and gets none). populate.py has them in place before a step needs them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Arena:
         # memory from under whoever still looks at a result.
         self._bytes = np.empty(0, np.uint8)
         self._memory = None
+
+    @property
+    def address(self) -> int:
+        """Of the first byte: on the border of a huge page."""
+        return self._base
 
     @property
     def n_free(self) -> int:

@@ -24,6 +24,7 @@ from llamatrio.backends.cpu.compute import ComputeThread
 from llamatrio.backends.cpu.levels import Level, current_level
 from llamatrio.backends.cpu.machine import Machine, attention_shapes, build_machine, check_spec
 from llamatrio.backends.cpu.memory import available_bytes
+from llamatrio.backends.cpu.populate import Populator, Region, in_turns
 from llamatrio.backends.cpu.scratch import MOST_CANDIDATES, ScratchPlan, plan_scratch
 from llamatrio.backends.cpu.step import compiled_step
 from llamatrio.backends.cpu.team import Team
@@ -184,7 +185,8 @@ def open_cpu_backend(
         layout = kv_layout(spec, type_k, type_v)
         shapes = attention_shapes(spec, type_k, type_v, level)
         plan_for = partial(plan_scratch, spec, shapes, max_rows=max_rows, n_threads=n_threads)
-        arena = stack.enter_context(Arena(_plan_memory(file, spec, layout, plan_for, n_cells).total))
+        memory = _plan_memory(file, spec, layout, plan_for, n_cells)
+        arena = stack.enter_context(Arena(memory.total))
         pool = CellPool(layout, n_cells, arena.take(n_cells * layout.record_bytes), level)
         team = stack.enter_context(Team(n_threads))
         with ThreadPoolExecutor(1, thread_name_prefix="llamatrio-compile") as compiler:
@@ -195,6 +197,8 @@ def open_cpu_backend(
         compute = stack.enter_context(ComputeThread(machine, team, compiled))
         backend = CpuBackend(spec, machine, compute, level, max_rows)
         stack.callback(backend.close)
+        behind_weights = Region(arena.address + arena.n_bytes - memory.scratch, memory.scratch)
+        stack.enter_context(Populator(in_turns([[behind_weights], pool.regions()]), lambda: compute.is_busy))
         yield backend
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from llamatrio.backends.cpu.attention import row_bytes
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
 from llamatrio.backends.cpu.levels import Level
+from llamatrio.backends.cpu.populate import Region
 from llamatrio.backends.cpu.vector import Asm, Value, i8, i32, i64, vec
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Int32Array
@@ -55,6 +56,12 @@ class CellPool:
     def v_rows(self, layer: int) -> int:
         """Address of the V rows of a layer."""
         return self.k_rows(layer) + self.layout.k_row_bytes * self.n_cells
+
+    def regions(self) -> list[Region]:
+        """The K rows and the V rows of each layer, cell 0 first."""
+        k_bytes, v_bytes = self.layout.k_row_bytes * self.n_cells, self.layout.v_row_bytes * self.n_cells
+        layers = range(self.layout.n_layer)
+        return [Region(*part) for j in layers for part in ((self.k_rows(j), k_bytes), (self.v_rows(j), v_bytes))]
 
     def gather(self, cells: Int32Array, records: NDArray[np.uint8], pause_us: Int32Array = NO_PAUSE) -> None:
         """records[i] (uint8 [n, record_bytes]) = cell cells[i].

@@ -58,6 +58,11 @@ class ComputeThread:
         self._pauses_us = np.zeros(2, np.int32)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a step is running, as of now."""
+        return self._posted is not None
+
+    @property
     def save_pause_us(self) -> Int32Array:
         """How long a save is to sleep between slices [1], as of now: not at all between steps."""
         return self._pauses_us[:1]
