@@ -15,7 +15,7 @@ EXTRAS := $(if $(shell ldconfig -p 2>/dev/null | grep -m1 -o libcuda.so.1),[cuda
 BENCH_MODEL = "$(or $(MODEL),$$($(BIN)/python -c 'from llamatrio.model.hub import resolve_model; print(resolve_model(None))'))"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-idle bench-limits bench-calls kernels-report wheel clean
+.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-idle bench-limits bench-large bench-calls kernels-report wheel clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-idle: $(VENV)/test  ## CPU time while nothing runs, and the time of a warm
 
 bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
 	$(BIN)/python -m bench.linear $(ARGS)
+
+bench-large: $(VENV)/test  ## memory, load time and speed of a model of Qwen3-8B's shape (writes 5 GB for a while)
+	$(BIN)/python -m bench.large $(ARGS)
 
 bench-calls: $(VENV)/test  ## driver calls of a save, counted on the emulated CUDA driver
 	$(BIN)/python -m bench.calls $(ARGS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamatrio import config
+from llamatrio.backends.cpu.levels import current_level
 from llamatrio.model.model import open_model
 
 Figures = dict[str, float]
@@ -68,6 +69,7 @@ def machine(*more: str) -> str:
     parts = [
         _cpu_model(),
         f"{config.n_usable_cores()} cores",
+        f"{current_level().name} kernels",
         datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         f"Python {platform.python_version()}",
         *(f"{name} {version(name)}" for name in names),

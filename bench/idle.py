@@ -18,8 +18,8 @@ from bench.client import Http1Client
 from bench.common import Figures, Prompts, completion, finish, machine, medians, print_table
 from bench.servers import Server, llamatrio_command, running, stop_on_sigterm
 
-SETTLE = 1.0
-"""Seconds after the last answer, in which saves may still be under way."""
+SETTLE = 3.0
+"""Seconds after the last answer, in which saves, and the asking for pages ahead, may still be under way."""
 IDLE_GOAL_MS, START_GOAL_S = 50.0, 3.0
 
 

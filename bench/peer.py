@@ -27,6 +27,7 @@ from bench.client import Http1Client
 from bench.common import Figures, Prompts, finish, leave_no_garbage_to_collect, machine, print_table
 from bench.servers import Server, llama_server_command, llamatrio_command, running, stop_on_sigterm
 from bench.workloads import QUICK, WORKLOADS, Job, Sizes
+from llamatrio.backends.cpu.levels import current_level
 
 N_SLOTS = 8
 FLAGS = ("-np", str(N_SLOTS), "-kvu", "-c", "20480", "-fa", "on")
@@ -42,6 +43,7 @@ GOALS = {
     "prefill_long.prefill": 3.0,
     "first_token.beside_ms": 0.5,
 }
+"""Meant for a processor with AMX, and held up to every one with AVX-512. With AVX2 alone: not slower than theirs."""
 STALL = "stall"
 
 
@@ -129,8 +131,9 @@ def report(runs: Runs) -> None:
     """Medians of all servers, and the ratios beside the goals."""
     labels = [f"{name} {kv}" for name in (THEIRS, OURS) for kv in KV_TYPES]
     rows = []
+    goals = GOALS if current_level().name.startswith(("avx512", "amx")) else dict.fromkeys(GOALS, 1.0)
     for figure, by_type in ratios(runs).items():
-        goal = GOALS.get(figure)
+        goal = goals.get(figure)
         verdict = (
             "" if goal is None else f"{'<=' if is_time(figure) else '>='} {goal}: {_verdict(figure, by_type, goal)}"
         )
