@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from llamatrio.backends.cpu import attention as att
-from llamatrio.backends.cpu import ops
+from llamatrio.backends.cpu import attention_states as states
+from llamatrio.backends.cpu import kv_rows, ops
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
 from llamatrio.backends.cpu.levels import Level, host_levels
 from llamatrio.backends.cpu.reference import kv_round
@@ -24,7 +25,7 @@ def kernel(name: str, emit: Any, n_args: int, level: Level) -> Any:
 def filled_pool(rows: np.ndarray, kind: KVType, level: Level, *, is_key: bool) -> np.ndarray:
     """Rows [n_cells, n_head_kv, head_dim] stored by the kernels: uint8 [n_cells, row bytes]."""
     n_cells, n_head_kv, head_dim = rows.shape
-    pool = np.zeros((n_cells + 1, att.row_bytes(kind, n_head_kv, head_dim)), np.uint8)
+    pool = np.zeros((n_cells + 1, kv_rows.row_bytes(kind, n_head_kv, head_dim)), np.uint8)
     n = n_head_kv * head_dim
     if kind == "f16":
         store = kernel("store_f16", ops.store_f16, 3, level)
@@ -51,11 +52,11 @@ def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, cap: float) -
 class Attention:
     """One row's attention for one batch of heads, chunk by chunk."""
 
-    def __init__(self, shape: att.AttentionShape, level: Level) -> None:
+    def __init__(self, shape: kv_rows.AttentionShape, level: Level) -> None:
         self.shape, self.cap = shape, 3.0 if shape.has_softcap else 0.0
         self.attend = kernel(shape.name, att.attend(shape), 11, level)
-        self.merge = kernel(f"merge_{shape.head_dim}", att.merge_states(shape.head_dim), 3, level)
-        self.finish = kernel(f"finish_{shape.head_dim}", att.finish_states(shape.head_dim), 3, level)
+        self.merge = kernel(f"merge_{shape.head_dim}", states.merge_states(shape.head_dim), 3, level)
+        self.finish = kernel(f"finish_{shape.head_dim}", states.finish_states(shape.head_dim), 3, level)
         self.quantize = (
             kernel(f"quantize_query_{shape.head_dim}", att.quantize_query(shape.head_dim), 3, level)
             if shape.head_dim % 32 == 0
@@ -68,10 +69,10 @@ class Attention:
         if shape.type_k == "q8_0":
             query = np.zeros(shape.n_heads * att.query_bytes("q8_0", shape.head_dim), np.uint8)
             self.quantize(q.ctypes.data, query.ctypes.data, shape.n_heads)
-        state, part = (np.zeros(shape.n_heads * att.state_bytes(shape.head_dim), np.uint8) for _ in range(2))
+        state, part = (np.zeros(shape.n_heads * states.state_bytes(shape.head_dim), np.uint8) for _ in range(2))
         scratch = np.zeros(att.scratch_bytes(shape), np.uint8)
-        for first in range(0, len(cells), att.CHUNK):
-            chunk = cells[first : first + att.CHUNK]
+        for first in range(0, len(cells), kv_rows.CHUNK):
+            chunk = cells[first : first + kv_rows.CHUNK]
             into = part if first else state
             self.attend(
                 query.ctypes.data, k.ctypes.data, v.ctypes.data, chunk.ctypes.data, len(chunk), into.ctypes.data,
@@ -102,7 +103,7 @@ def test_attention_over_scattered_cells(
     level: Level, head_dim: int, n_head_kv: int, n_heads: int, type_k: KVType, type_v: KVType, softcap: bool
 ) -> None:
     rng = np.random.default_rng(head_dim)
-    shape = att.AttentionShape(head_dim, n_head_kv, n_heads, type_k, type_v, softcap)
+    shape = kv_rows.AttentionShape(head_dim, n_head_kv, n_heads, type_k, type_v, softcap)
     attention = Attention(shape, level)
     k, v = rng.standard_normal((2, 300, n_head_kv, head_dim), np.float32)
     k_pool, v_pool = filled_pool(k, type_k, level, is_key=True), filled_pool(v, type_v, level, is_key=False)
@@ -120,7 +121,7 @@ def test_attention_over_scattered_cells(
 
 @LEVELS
 def test_a_score_far_below_the_largest_weighs_nothing(level: Level) -> None:
-    shape = att.AttentionShape(64, 1, 1, "f16", "f16", False)
+    shape = kv_rows.AttentionShape(64, 1, 1, "f16", "f16", False)
     k, v = np.zeros((2, 200, 1, 64), np.float32)
     k[:, 0, 0] = np.linspace(-300, 300, 200)
     v[:, 0, :] = np.arange(200)[:, None]

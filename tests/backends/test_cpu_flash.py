@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from test_cpu_attention import filled_pool, kernel
 
-from llamatrio.backends.cpu import attention as att
-from llamatrio.backends.cpu import flash, ops
+from llamatrio.backends.cpu import flash, kv_rows, ops
 from llamatrio.backends.cpu.flash_tiles import MOST_TILE_BYTES, transpose
 from llamatrio.backends.cpu.levels import Level, host_levels
 from llamatrio.backends.cpu.reference import kv_round
@@ -36,7 +35,7 @@ def test_transpose_gives_the_columns() -> None:
 class Flash:
     """Attention of a span of rows for the query heads of one kv head."""
 
-    def __init__(self, shape: att.AttentionShape, level: Level, cap: float = 0.0) -> None:
+    def __init__(self, shape: kv_rows.AttentionShape, level: Level, cap: float = 0.0) -> None:
         d = shape.head_dim
         self.shape, self.cap = shape, cap
         self.begin = kernel(f"flash_begin_{shape.name}", flash.flash_begin(shape), 7, level)
@@ -56,9 +55,9 @@ class Flash:
         packed, scratch = (np.zeros(n, np.uint8) for n in (flash.packed_bytes(d), flash.scores_bytes()))
         stride = 4 * n_heads * d
         self.begin(q.ctypes.data, stride, n_rows, n_heads, n_tiles, queries.ctypes.data, states.ctypes.data)
-        seen_from = max(0, position + 1 - window) // att.CHUNK * att.CHUNK if window else 0
-        for start in range(seen_from, position + n_rows, att.CHUNK):
-            n = min(att.CHUNK, position + n_rows - start)
+        seen_from = max(0, position + 1 - window) // kv_rows.CHUNK * kv_rows.CHUNK if window else 0
+        for start in range(seen_from, position + n_rows, kv_rows.CHUNK):
+            n = min(kv_rows.CHUNK, position + n_rows - start)
             self.pack(
                 k.ctypes.data, v.ctypes.data, cells[start:].ctypes.data, n, head,
                 packed.ctypes.data, 0,
@@ -101,7 +100,7 @@ def test_flash_over_scattered_cells(
     head_dim: int, n_head_kv: int, n_heads: int, type_k: KVType, type_v: KVType, cap: float, level: Level
 ) -> None:
     rng = np.random.default_rng(head_dim)
-    attention = Flash(att.AttentionShape(head_dim, n_head_kv, n_heads, type_k, type_v, cap > 0), level, cap)
+    attention = Flash(kv_rows.AttentionShape(head_dim, n_head_kv, n_heads, type_k, type_v, cap > 0), level, cap)
     k, v = rng.standard_normal((2, 500, n_head_kv, head_dim), np.float32)
     pools = filled_pool(k, type_k, level, is_key=True), filled_pool(v, type_v, level, is_key=False)
     cells, head = rng.permutation(500).astype(np.int32), n_head_kv - 1
@@ -120,7 +119,7 @@ def test_flash_over_scattered_cells(
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_rows_bits_do_not_depend_on_its_span(window: int, level: Level) -> None:
     rng = np.random.default_rng(0)
-    attention = Flash(att.AttentionShape(64, 1, 2, "f16", "f16", False), level)
+    attention = Flash(kv_rows.AttentionShape(64, 1, 2, "f16", "f16", False), level)
     k, v = rng.standard_normal((2, 400, 1, 64), np.float32)
     pools = filled_pool(k, "f16", level, is_key=True), filled_pool(v, "f16", level, is_key=False)
     cells = rng.permutation(400).astype(np.int32)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from numba import int64
 
 from llamatrio.backends.cpu import tables as t
-from llamatrio.backends.cpu.attention import CHUNK
 from llamatrio.backends.cpu.call import call_kernel
+from llamatrio.backends.cpu.kv_rows import CHUNK
 from llamatrio.backends.cpu.native import inner, load_i32, load_i64
 from llamatrio.backends.cpu.products import share
 from llamatrio.backends.cpu.team import next_ticket

@@ -15,8 +15,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatrio.backends.cpu.attention import row_bytes
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
+from llamatrio.backends.cpu.kv_rows import row_bytes
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.populate import Region
 from llamatrio.backends.cpu.vector import Asm, Value, i8, i32, i64, vec

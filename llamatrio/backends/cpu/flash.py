@@ -31,7 +31,6 @@ from functools import partial
 
 from llvmlite import ir
 
-from llamatrio.backends.cpu.attention import CHUNK, AttentionShape, Rows
 from llamatrio.backends.cpu.flash_tiles import (
     MOST_RESULTS,
     MOST_TILE_BYTES,
@@ -41,6 +40,7 @@ from llamatrio.backends.cpu.flash_tiles import (
     Tiles,
     transpose,
 )
+from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape, Rows
 from llamatrio.backends.cpu.ops import F32, MASKED, VECTOR, capped
 from llamatrio.backends.cpu.vector import LANES, Asm, Offset, Value, f32, i32, vf32, vi32
 

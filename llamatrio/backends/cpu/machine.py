@@ -12,9 +12,10 @@ from llamatrio.backends.cpu import flash, ops
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import panel_rows_kernel, quantize_rows_kernel
 from llamatrio.backends.cpu.arena import Arena, padded
-from llamatrio.backends.cpu.attention import CHUNK, AttentionShape
+from llamatrio.backends.cpu.attention_states import finish_states, merge_states, state_bytes
 from llamatrio.backends.cpu.cells import CellPool
 from llamatrio.backends.cpu.compile import Emit, compile_kernel
+from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.linear import embed_kernel, row_stride
 from llamatrio.backends.cpu.plan import Plan, plan_rows
@@ -225,7 +226,7 @@ def _dimensions(spec: ModelSpec, shape: AttentionShape, pool: CellPool) -> dict[
         t.LD_QKV: row_stride(n_qkv(spec)),
         t.LD_LOGITS: row_stride(n_padded_logits(spec)),
         t.LD_LAYER_OUT: row_stride(spec.n_embd),
-        t.STATE_BYTES: att.state_bytes(spec.head_dim),
+        t.STATE_BYTES: state_bytes(spec.head_dim),
     }
 
 
@@ -248,8 +249,8 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
         t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
         t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
         t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
-        t.F_MERGE: compiled(att.merge_states(d), f"merge_states_{d}"),
-        t.F_FINISH: compiled(att.finish_states(d), f"finish_states_{d}"),
+        t.F_MERGE: compiled(merge_states(d), f"merge_states_{d}"),
+        t.F_FINISH: compiled(finish_states(d), f"finish_states_{d}"),
         t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
         t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
         t.F_SCAN: compiled(ops.scan_logits),

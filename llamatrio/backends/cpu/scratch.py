@@ -8,7 +8,9 @@ from llamatrio.backends.cpu import flash
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import bf16_bytes, q8_bytes
 from llamatrio.backends.cpu.arena import padded
-from llamatrio.backends.cpu.attention import CHUNK, AttentionShape, query_bytes, scratch_bytes, state_bytes
+from llamatrio.backends.cpu.attention import query_bytes, scratch_bytes
+from llamatrio.backends.cpu.attention_states import state_bytes
+from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape
 from llamatrio.backends.cpu.linear import row_stride
 from llamatrio.backends.cpu.panel import scratch_bytes as panel_scratch_bytes
 from llamatrio.backends.cpu.products import LD_SLICE
