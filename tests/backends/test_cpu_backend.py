@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cpu_streams import Piece, Stream, golden_model, log_softmax, make_batch, prompt_logits, step
 
+from llamatrio.backends.cpu import scratch, tables
 from llamatrio.backends.cpu.backend import CpuBackend, open_cpu_backend
 from llamatrio.backends.cpu.cells import CellPool
 from llamatrio.backends.cpu.levels import current_level
@@ -82,6 +83,32 @@ def test_the_number_of_threads_changes_no_bit(model: str) -> None:
         np.testing.assert_array_equal(logits, results[0][0])
         np.testing.assert_array_equal(output.ids, results[0][1].ids)
         np.testing.assert_array_equal(output.logsumexp, results[0][1].logsumexp)
+
+
+@pytest.mark.parametrize("kinds", KV_TYPES)
+@pytest.mark.parametrize("model", [MODEL, WINDOWED])
+def test_rows_with_more_chunks_than_there_are_states_change_no_bit(
+    model: str, kinds: tuple[KVType, KVType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then whole rows are given out instead of chunks."""
+    monkeypatch.setattr(scratch, "_STATE_BYTES", 0)
+    with open_cpu_backend(
+        golden_model(model), n_cells=512, n_lanes=8, type_k=kinds[0], type_v=kinds[1], n_threads=2
+    ) as backend:
+        step(backend, Piece(Stream(0, np.arange(400)), tokens(400)))
+        pieces = []
+        for lane in range(8):
+            stream = Stream(lane, [*range(400), 400 + lane])
+            stream.n_past = 400
+            pieces.append(Piece(stream, [lane + 3], is_decode=True))
+        alone = []
+        for piece in pieces:
+            alone.append(step(backend, piece).full)
+            assert backend._machine.step[tables.BY_CHUNKS]
+            piece.stream.n_past -= 1
+        together = step(backend, *pieces).full
+        assert not backend._machine.step[tables.BY_CHUNKS]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 def test_where_a_prompt_is_cut_changes_no_bit(backend: CpuBackend) -> None:

@@ -196,25 +196,14 @@ def _attend_whole_row(step, layers, layer, batches, member, row, kv_head, batch)
     n_head, n_heads = step[t.N_HEAD], batches[batch, t.B_HEADS]
     state = step[t.STATE_SCRATCH] + member * step[t.PRIVATE_BYTES]
     part = state + n_heads * step[t.STATE_BYTES]
+    share_of_next = kv_head * len(batches) + batch
     first_chunk, last_chunk = _first_chunk(step, layers, layer, row), _position(step, row) // CHUNK
     for chunk in range(first_chunk, last_chunk + 1):
         into = state if chunk == first_chunk else part
-        part = kv_head * len(batches) + batch
         _attend_chunk(
-            step,
-            layers,
-            layer,
-            batches,
-            member,
-            row,
-            chunk,
-            kv_head,
-            batch,
-            into,
-            row,
-            min(chunk + 1, last_chunk),
-            part,
-        )
+            step, layers, layer, batches, member, row, chunk, kv_head, batch, into,
+            row, min(chunk + 1, last_chunk), share_of_next,
+        )  # fmt: skip
         if chunk > first_chunk:
             call_kernel(step[t.F_MERGE], state, part, n_heads)
     head = kv_head * (n_head // step[t.N_HEAD_KV]) + batches[batch, t.B_FIRST_HEAD]
