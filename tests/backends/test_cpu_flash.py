@@ -58,10 +58,7 @@ class Flash:
         seen_from = max(0, position + 1 - window) // kv_rows.CHUNK * kv_rows.CHUNK if window else 0
         for start in range(seen_from, position + n_rows, kv_rows.CHUNK):
             n = min(kv_rows.CHUNK, position + n_rows - start)
-            self.pack(
-                k.ctypes.data, v.ctypes.data, cells[start:].ctypes.data, n, head,
-                packed.ctypes.data, 0,
-            )  # fmt: skip
+            self.pack(k.ctypes.data, v.ctypes.data, cells[start:].ctypes.data, n, head, packed.ctypes.data, 0)
             self.chunk(
                 queries.ctypes.data, packed.ctypes.data, states.ctypes.data, scratch.ctypes.data, n_heads, n_tiles,
                 position, start, n, window, ops.f32_bits(self.cap),

@@ -186,8 +186,8 @@ def flash_pack(shape: AttentionShape) -> Callable[..., None]:
 
         def key(i: Value, _: list[Value]) -> list[Value]:
             place, ahead = a.minimum(i, last), a.minimum(a.add(i, CHUNK), furthest)
-            k_rows.prefetch(ahead, "L2")
-            v_rows.prefetch(ahead, "L2")
+            k_rows.prefetch(ahead)
+            v_rows.prefetch(ahead)
             first = a.mul(a.div(i, TILE_ROWS), n_steps * tiles.n_bytes)
             row = a.builder.and_(i, a.int64(TILE_ROWS - 1))
             vectors = k_rows.values(place, bias=128)

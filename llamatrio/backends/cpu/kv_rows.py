@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from llvmlite import ir
 
@@ -98,11 +97,11 @@ class Rows:
         cell = a.builder.zext(a.load(self.cells, a.mul(place, 4), i32), i64)
         return a.at(self.base, a.mul(cell, self.stride))
 
-    def prefetch(self, place: Value, into: Literal["L1", "L2"]) -> None:
+    def prefetch(self, place: Value) -> None:
         """Asks for the head's elements in the row at `place`."""
         row = self.row(place)
         for line in range(0, self.head_bytes, _LINE):
-            self.a.prefetch(row, line, into)
+            self.a.prefetch(row, line)
 
     def fetch(self, place: Value, *, by_reading: bool) -> None:
         """Brings near what of the row at `place` lies behind the head's first element: for head 0 all of it."""
