@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llamatrio.sched.sampler import Choice
 from llamatrio.sched.types import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """Tokens that were made. `text` may be empty: a character or a stop string may still be incomplete."""
 
     text: str

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 
 import trio
@@ -38,9 +37,16 @@ class Generation:
         self.last_event_at: float | None = None
         self._cancel = cancel
         self._resume = resume
-        # The channel itself has no bound: a sequence whose reader is behind is paused instead, and then makes at
-        # most the token that is in flight.
-        self._send, self._receive = trio.open_memory_channel[Event](math.inf)
+        # No bound is needed: a sequence whose reader is behind is paused instead, and then makes at most the token
+        # that is in flight. Each token of each stream passes here, so it is a deque and one parked task; a memory
+        # channel costs twice as much.
+        self._events: deque[Event] = deque()
+        self._reader: trio.lowlevel.Task | None = None
+        """The task that waits for an event."""
+        self._is_complete = False
+        """The last event was put."""
+        self._is_left = False
+        """The reader has gone: events are dropped."""
 
     def __enter__(self) -> Generation:
         return self
@@ -48,18 +54,23 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._receive.close()
+        self._is_left = True
+        self._events.clear()
         self._cancel(self)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Event:
-        try:
-            event = await self._receive.receive()
-        except trio.EndOfChannel:
-            raise StopAsyncIteration from None
-        if self.seq.is_paused and self._n_behind() <= MAX_BEHIND // 2:
+        if self._events:
+            await trio.lowlevel.checkpoint()
+        elif self._is_complete:
+            await trio.lowlevel.checkpoint()
+            raise StopAsyncIteration
+        else:
+            await self._wait()
+        event = self._events.popleft()
+        if self.seq.is_paused and len(self._events) <= MAX_BEHIND // 2:
             self.seq.is_paused = False
             self._resume()
         return event
@@ -89,7 +100,7 @@ class Generation:
         self._put(TokenEvent(shown.text, (choice.id,), probs))
         if shown.stopping_word is not None:
             self.stopping_word = shown.stopping_word
-        elif self._n_behind() >= MAX_BEHIND and not self.seq.is_finished:
+        elif len(self._events) >= MAX_BEHIND and not self.seq.is_finished:
             self.seq.is_paused = True
         return shown.stopping_word
 
@@ -106,11 +117,24 @@ class Generation:
                 reason=seq.finish_reason, stopping_word=self.stopping_word, seed=seq.seed, error=self.error,
             )
         )  # fmt: skip
-        self._send.close()
+        self._is_complete = True
 
     def _put(self, event: Event) -> None:
-        with suppress(trio.BrokenResourceError):  # the reader has gone, and has cancelled the request
-            self._send.send_nowait(event)
+        if self._is_left:
+            return
+        self._events.append(event)
+        if self._reader is not None:
+            trio.lowlevel.reschedule(self._reader)
+            self._reader = None
 
-    def _n_behind(self) -> int:
-        return self._send.statistics().current_buffer_used
+    async def _wait(self) -> None:
+        """Until there is an event."""
+        if self._reader is not None:
+            raise trio.BusyResourceError("another task reads this generation already")
+
+        def give_up(_: object) -> trio.lowlevel.Abort:
+            self._reader = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._reader = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(give_up)

@@ -113,6 +113,23 @@ class KVCells:
         self._append(lane, cells)
         return cells
 
+    def seq_grow_one(self, lane: int) -> int:
+        """`seq_grow(lane, 1)`, without the arrays: every stream needs it in every step.
+
+        Raises:
+            ValueError: no cell is free, or the sequence would outgrow n_ctx; nothing has changed.
+        """
+        self._check_growth(lane, 1)
+        if not self._n_free:
+            raise ValueError("expected a free cell")
+        self._n_free -= 1
+        cell = int(self._free[self._n_free])
+        self._refs[cell] = 1
+        length = self.lengths[lane]
+        self.table[lane, length] = cell
+        self.lengths[lane] = length + 1
+        return cell
+
     def seq_share(self, lane: int, cells: Int32Array) -> None:
         """Appends cells that somebody else holds: the sequence continues where they end."""
         self._check_growth(lane, len(cells))

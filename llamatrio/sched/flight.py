@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
     seq: Sequence
     run: Run
-    cells: Int32Array
+    cells: list[int]
 
 
 class Flight:
@@ -37,7 +37,7 @@ class Flight:
     def __contains__(self, seq: Sequence) -> bool:
         return any(part.seq is seq for part in self.parts)
 
-    def add(self, seq: Sequence, cells: Int32Array, *, is_decode: bool) -> None:
+    def add(self, seq: Sequence, cells: list[int], *, is_decode: bool) -> None:
         """Plans the sequence's next len(cells) tokens."""
         assert seq.lane is not None
         self.parts.append(Part(seq, Run(seq.lane, self.n_rows, len(cells), seq.n_past, is_decode), cells))
@@ -45,17 +45,26 @@ class Flight:
 
     def batch(self, cell_table: Int32Array) -> Batch:
         """What the device gets."""
-        runs = [part.run for part in self.parts]
+        tokens: list[int] = []
+        positions: list[int] = []
+        lanes: list[int] = []
+        cells: list[int] = []
+        for seq, run, new in self.parts:
+            end = run.pos0 + run.n_rows
+            tokens += seq.tokens[run.pos0 : end]
+            positions += range(run.pos0, end)
+            lanes += [run.lane] * run.n_rows
+            cells += new
         self._out = [part for part in self.parts if _wants_token(part)]
         wanted = [self._n_candidates(part.seq) for part in self._out]
         whole = [i for i, n in enumerate(wanted) if n is None]
         self._whole = {i: at for at, i in enumerate(whole)}
         return Batch(
-            tokens=np.concatenate([seq.array(run.pos0, run.pos0 + run.n_rows) for seq, run, _ in self.parts]),
-            positions=np.concatenate([np.arange(run.pos0, run.pos0 + run.n_rows, dtype=np.int32) for run in runs]),
-            lanes=np.concatenate([np.full(run.n_rows, run.lane, np.int32) for run in runs]),
-            cells=np.concatenate([part.cells for part in self.parts]),
-            runs=tuple(runs),
+            tokens=np.array(tokens, np.int32),
+            positions=np.array(positions, np.int32),
+            lanes=np.array(lanes, np.int32),
+            cells=np.array(cells, np.int32),
+            runs=tuple(part.run for part in self.parts),
             cell_table=cell_table,
             out_rows=np.array([part.run.row + part.run.n_rows - 1 for part in self._out], np.int32),
             n_candidates=max((n for n in wanted if n is not None), default=1),
@@ -64,19 +73,16 @@ class Flight:
 
     def choices(self, output: StepOutput) -> list[tuple[Sequence, Choice]]:
         """The next token of every sequence that wanted one and is still there."""
-        return [
-            (part.seq, self._choose(part.seq, self._row(output, i)))
-            for i, part in enumerate(self._out)
-            if not part.seq.is_finished
-        ]
-
-    def _choose(self, seq: Sequence, row: Row) -> Choice:
-        return sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
-
-    def _row(self, output: StepOutput, i: int) -> Row:
-        at = self._whole.get(i)
-        full = None if at is None else output.full[at]
-        return Row(output.ids[i].tolist(), output.logits[i].tolist(), float(output.logsumexp[i]), full)
+        rows = zip(output.ids.tolist(), output.logits.tolist(), output.logsumexp.tolist(), strict=True)
+        found = []
+        for i, (part, (ids, logits, logsumexp)) in enumerate(zip(self._out, rows, strict=True)):
+            seq = part.seq
+            if not seq.is_finished:
+                at = self._whole.get(i)
+                row = Row(ids, logits, logsumexp, None if at is None else output.full[at])
+                choice = sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
+                found.append((seq, choice))
+        return found
 
     def _n_candidates(self, seq: Sequence) -> int | None:
         params = seq.request.sampling

@@ -111,6 +111,8 @@ def _report(row: Row, params: SamplingParams, candidates: Candidates, index: int
         return Choice(token, logs[index], tuple(top[: params.n_probs]))
     ids, logits = (row.ids, row.logits) if row.full is None else _best(row.full, max(params.n_probs, 1))
     raw = float(row.full[token]) if row.full is not None else logits[ids.index(token)]
+    if not params.n_probs:
+        return Choice(token, raw - row.logsumexp, ())
     report = zip(ids[: params.n_probs], logits[: params.n_probs], strict=True)
     return Choice(token, raw - row.logsumexp, tuple(TokenProb(i, x - row.logsumexp) for i, x in report))
 

@@ -335,9 +335,12 @@ class Scheduler:
         return False
 
     def _plan_prompts(self, planned: Flight, now: float) -> None:
+        prompts = [seq for seq in self.running if self._is_runnable(seq) and not seq.is_decoding]
+        if not prompts:
+            return
         limit = min(self.limits.n_batch - planned.n_rows, self.limits.n_ubatch)
         budget = self.pace.prompt_rows(n_decode=planned.n_rows, limit=limit, piece=PIECE)
-        for seq in [s for s in self.running if self._is_runnable(s) and not s.is_decoding]:
+        for seq in prompts:
             n = _piece(seq.n_past, seq.n_pending, budget)
             if not self._is_runnable(seq):
                 continue  # preempted for one that came before
@@ -357,7 +360,8 @@ class Scheduler:
 
     def _plan(self, planned: Flight, seq: Sequence, n: int, *, is_decode: bool) -> None:
         assert seq.lane is not None
-        planned.add(seq, self.cells.seq_grow(seq.lane, n), is_decode=is_decode)
+        cells = [self.cells.seq_grow_one(seq.lane)] if n == 1 else self.cells.seq_grow(seq.lane, n).tolist()
+        planned.add(seq, cells, is_decode=is_decode)
 
     def _take_token(self, seq: Sequence, choice: Choice, now: float) -> NewToken:
         seq.tokens.append(choice.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +74,7 @@ class TokenProb:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive rows of a batch that continue one sequence: rows [row, row + n_rows), positions from pos0."""
 
     lane: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ from llamatrio.model.quants import dequantize
 from llamatrio.model.rope import factors_name
 from llamatrio.model.spec import KVType, ModelSpec
 from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
+
+_INT32_LISTS = (t.TOKENS, t.POSITIONS, t.CELLS, t.OUT_ROWS, t.FULL_PLACES, t.TOP_IDS, t.TOP_LOGITS, t.LOG_SUMS)
+"""Shared buffers of 4-byte words that a step's work is written to and its results are read from."""
 
 
 def check_spec(spec: ModelSpec, type_k: KVType, type_v: KVType) -> None:
@@ -95,7 +99,11 @@ class Machine:
         self.step, self.layers, self.matrices, self.batches = step, loaded.layers, loaded.matrices, batches
         self.has_panels = loaded.has_panels
         self._ropes = ropes
-        self._buffers = buffers
+        self._lists = {field: buffers[field].view(np.int32) for field in _INT32_LISTS}
+        self._cell_lists, self._spans = buffers[t.CELL_LISTS].view(np.int64), buffers[t.SPANS].view(np.int64)
+        self._cell_table: Int32Array | None = None
+        """The table that steps have used so far; one that it takes time to ask for its address."""
+        self._cell_table_address = 0
 
     def plan(self, batch: Batch) -> Plan:
         """How the step will see the rows of `batch`."""
@@ -105,40 +113,46 @@ class Machine:
 
     def load_batch(self, batch: Batch, plan: Plan) -> StepResults:
         """Writes one step's work into the tables; the results are there once the step has run."""
-        order, n = plan.order, batch.n_rows
-        positions = batch.positions[order]
+        # Every stream waits for this in every step: few calls, and none for what a batch of tokens does not need.
+        step, n = self.step, batch.n_rows
+        rows = _internal_rows(batch, plan.order)
+        last = max(run.pos0 + run.n_rows for run in batch.runs) - 1
         for rope in self._ropes:
-            rope.reach(int(positions.max()))
-        self._list(t.TOKENS, n)[:] = batch.tokens[order]
-        self._list(t.POSITIONS, n)[:] = positions
-        self._list(t.CELLS, n)[:] = batch.cells[order]
-        lists = self._buffers[t.CELL_LISTS].view(np.int64)[:n]
-        lists[:] = batch.cell_table.ctypes.data + batch.lanes[order].astype(np.int64) * batch.cell_table.strides[0]
+            rope.reach(last)
+        self._lists[t.TOKENS][:n] = rows.tokens
+        self._lists[t.POSITIONS][:n] = rows.positions
+        self._lists[t.CELLS][:n] = rows.cells
+        self._cell_lists[:n] = self._lists_of(batch.cell_table, rows.lanes)
         n_panel = n - plan.n_lone if self.has_panels else 0
-        self.step[t.N_ROWS], self.step[t.N_PANEL], self.step[t.N_LONE] = n - n_panel, n_panel, plan.n_lone
+        step[t.N_ROWS], step[t.N_PANEL], step[t.N_LONE] = n - n_panel, n_panel, plan.n_lone
         spans = plan.spans if self._has_flash else ()
-        self.step[t.N_SPANS] = len(spans)
+        step[t.N_SPANS] = len(spans)
         for i, span in enumerate(spans):
-            self._buffers[t.SPANS].view(np.int64)[2 * i : 2 * i + 2] = span.row, span.n_rows
-        n_chunks = int((positions[: plan.n_lone] // CHUNK + 1).sum())
-        self.step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
-        return self._load_outputs(batch, order)
+            self._spans[2 * i : 2 * i + 2] = span.row, span.n_rows
+        n_chunks = sum(position // CHUNK + 1 for position in rows.positions[: plan.n_lone].tolist())
+        step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
+        return self._load_outputs(batch, rows.out_rows)
 
-    def _load_outputs(self, batch: Batch, order: Int32Array) -> StepResults:
-        n_out, k, n_logits = len(batch.out_rows), batch.n_candidates, int(self.step[t.N_LOGITS])
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order), dtype=np.int32)
-        self._list(t.OUT_ROWS, n_out)[:] = places[batch.out_rows]
-        full_places = self._list(t.FULL_PLACES, n_out)
-        full_places[:] = -1
-        full_places[batch.full_rows] = np.arange(len(batch.full_rows), dtype=np.int32)
-        full = np.empty((len(batch.full_rows), n_logits), np.float32)
-        self.step[t.FULL_OUT] = full.ctypes.data
+    def _lists_of(self, cell_table: Int32Array, lanes: Int32Array) -> NDArray[np.int64]:
+        """Addresses of these lanes' lists of cells."""
+        if cell_table is not self._cell_table:
+            self._cell_table, self._cell_table_address = cell_table, cell_table.ctypes.data
+        return self._cell_table_address + lanes * np.int64(cell_table.strides[0])
+
+    def _load_outputs(self, batch: Batch, out_rows: Int32Array) -> StepResults:
+        n_out, k, n_full = len(out_rows), batch.n_candidates, len(batch.full_rows)
+        self._lists[t.OUT_ROWS][:n_out] = out_rows
+        full_places = self._lists[t.FULL_PLACES]
+        full_places[:n_out] = -1
+        full = np.empty((n_full, self.step[t.N_LOGITS]), np.float32)
+        if n_full:
+            full_places[batch.full_rows] = np.arange(n_full, dtype=np.int32)
+            self.step[t.FULL_OUT] = full.ctypes.data
         self.step[t.N_OUT], self.step[t.N_TOP] = n_out, k
         return StepResults(
-            self._list(t.TOP_IDS, n_out * k).reshape(n_out, k),
-            self._list(t.TOP_LOGITS, n_out * k).view(np.float32).reshape(n_out, k),
-            self._list(t.LOG_SUMS, n_out).view(np.float32),
+            self._lists[t.TOP_IDS][: n_out * k].reshape(n_out, k),
+            self._lists[t.TOP_LOGITS].view(np.float32)[: n_out * k].reshape(n_out, k),
+            self._lists[t.LOG_SUMS].view(np.float32)[:n_out],
             full,
             self.spec.n_vocab,
         )
@@ -147,8 +161,24 @@ class Machine:
     def _has_flash(self) -> bool:
         return bool(self.step[t.F_FLASH_CHUNK])
 
-    def _list(self, field: int, n: int) -> Int32Array:
-        return self._buffers[field].view(np.int32)[:n]
+
+class _Rows(NamedTuple):
+    """A batch's rows in internal order."""
+
+    tokens: Int32Array
+    positions: Int32Array
+    lanes: Int32Array
+    cells: Int32Array
+    out_rows: Int32Array
+
+
+def _internal_rows(batch: Batch, order: Int32Array | None) -> _Rows:
+    if order is None:
+        return _Rows(batch.tokens, batch.positions, batch.lanes, batch.cells, batch.out_rows)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    tokens, positions, lanes, cells = (c[order] for c in (batch.tokens, batch.positions, batch.lanes, batch.cells))
+    return _Rows(tokens, positions, lanes, cells, places[batch.out_rows])
 
 
 def build_machine(

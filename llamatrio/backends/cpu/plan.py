@@ -33,7 +33,8 @@ class Span:
 class Plan:
     """Internal row r is batch row order[r]; n_lone lone rows come first, then the rows of the spans."""
 
-    order: Int32Array
+    order: Int32Array | None
+    """None: the rows as they come."""
     n_lone: int
     spans: tuple[Span, ...]
 
@@ -63,6 +64,8 @@ def plan_rows(batch: Batch, *, has_spans: bool, most_span_rows: int) -> Plan:
                 lone.extend(piece)
         if size:
             spans.append(Span(len(together) - size, size))
+    if not together:
+        return Plan(None, len(lone), ())
     placed = tuple(Span(len(lone) + span.row, span.n_rows) for span in spans)
     return Plan(np.array(lone + together, np.int32), len(lone), placed)
 

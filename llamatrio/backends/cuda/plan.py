@@ -13,7 +13,7 @@ the device keeps no table that could grow stale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ def plan_step(batch: Batch, heads: HeadShape, limits: Limits, words: Int32Array)
     if n_decode:
         _write_decode(batch, n_decode, lists, words[:tiles_at].reshape(4, most))
     if prompts:
-        placed = [replace(run, row=run.row - n_decode, lane=lists[run.lane]) for run in prompts]
+        placed = [run._replace(row=run.row - n_decode, lane=lists[run.lane]) for run in prompts]
         words[tiles_at:prompt_at] = prefill_tiles(placed, heads).reshape(-1)
         rows = words[prompt_at:wanted_at].reshape(3, n_prompt)
         rows[0], rows[1], rows[2] = batch.tokens[n_decode:], batch.positions[n_decode:], batch.cells[n_decode:]
