@@ -25,12 +25,18 @@ from llamatrio.backends.cpu.activations import BLOCK, BLOCK_BYTES, SCALE, SUM, S
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format, Unpacked
 from llamatrio.backends.cpu.formats_float import FloatFormat
-from llamatrio.backends.cpu.vector import Asm, Value, f32, i8, i32, vbytes, vf32
+from llamatrio.backends.cpu.vector import Asm, Near, Value, f32, i8, i32, vbytes, vf32
 
 PREFETCH = 16384
-"""Bytes ahead of the weights in use that are asked into L2: the hardware's own prefetcher halts at page ends."""
+"""Bytes ahead of the weights in use that are asked for: the hardware's own prefetcher halts at page ends."""
 _ROWS_IN_CACHE = 64
 """Rows that go over all of a thread's weights before the next ones start: their activations stay in L2."""
+
+
+def _nearness(asm: Asm) -> Near:
+    """Where weights are asked to."""
+    return "past" if asm.level.streams_weights else "L2"
+
 
 RowTile = Callable[[Asm, int, Value, Value, Value, Value, Value], None]
 """tile(asm, n_rows, weights, x, k, out, ld_out): n_rows rows of x times one group, into 16 columns of out."""
@@ -90,7 +96,7 @@ def quantized_rows(made: Format) -> Emit:
         rows = [asm.at(x, asm.mul(ld_x, r)) for r in range(n_rows)]
 
         def step(offset: Value, index: Value, head: list[Value], acc: list[Value]) -> list[Value]:
-            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes)
+            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes, _nearness(asm))
             unpacked = made.unpack(asm, weights, offset, head)
             if made.offset == 128 and asm.level.dot != "vnni":
                 unpacked = _signed(asm, unpacked)
@@ -169,7 +175,7 @@ def float_rows(made: FloatFormat) -> Emit:
 
         def step(i: Value, acc: list[Value]) -> list[Value]:
             offset, at = asm.mul(i, made.tile_bytes // 4), asm.mul(i, 4 * 8)
-            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes // 4)
+            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes // 4, _nearness(asm))
             acc = list(acc)
             for pair in range(4):
                 for parity, weight in enumerate(made.load_pair(asm, weights, offset, pair)):

@@ -21,6 +21,7 @@ from llamatrio.backends.cpu.vector_float import FloatOps
 from llamatrio.backends.cpu.vector_tiles import TileOps
 from llamatrio.backends.cpu.vector_types import (
     LANES,
+    Near,
     Offset,
     Value,
     f16,
@@ -43,6 +44,7 @@ from llamatrio.backends.cpu.vector_types import (
 __all__ = [
     "LANES",
     "Asm",
+    "Near",
     "Offset",
     "Value",
     "f16",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from llvmlite import ir
 
 from llamatrio.backends.cpu.levels import Level
-from llamatrio.backends.cpu.vector_types import LANES, Offset, Value, f32, i8, i32, i64, pointer, vec, vf32
+from llamatrio.backends.cpu.vector_types import LANES, Near, Offset, Value, f32, i8, i32, i64, pointer, vec, vf32
 
 
 class Core:
@@ -81,15 +81,15 @@ class Core:
         """Loads one 32-bit element into all 16 lanes."""
         return self.splat(self.load(base, offset, element))
 
-    def prefetch(self, base: Value, offset: Offset, into: Literal["L1", "L2"] = "L2") -> None:
+    def prefetch(self, base: Value, offset: Offset, into: Near = "L2") -> None:
         """Asks for the cache line at base + offset; any address is allowed."""
-        locality = {"L1": 3, "L2": 2}[into]
+        locality = {"L1": 3, "L2": 2, "past": 0}[into]
         self._void("llvm.prefetch.p0", self.at(base, offset), self.int32(0), self.int32(locality), self.int32(1))
 
-    def prefetch_lines(self, base: Value, offset: Offset, n_bytes: int) -> None:
-        """Asks for n_bytes (a Python int) from base + offset on into L2."""
+    def prefetch_lines(self, base: Value, offset: Offset, n_bytes: int, into: Near = "L2") -> None:
+        """Asks for n_bytes (a Python int) from base + offset on."""
         for line in range(0, n_bytes, 64):
-            self.prefetch(base, self.add(offset, line))
+            self.prefetch(base, self.add(offset, line), into)
 
     # ---- i64 arithmetic (Python ints are taken as constants)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
@@ -10,6 +10,8 @@ Value = Any
 """An llvmlite ir.Value; llvmlite has no type hints."""
 Offset = Any
 """A byte offset: a Python int or an i64 Value."""
+Near = Literal["L1", "L2", "past"]
+"""The cache that a line is asked into; past: used once, and no cache is to keep it."""
 
 i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 f16, f32 = ir.HalfType(), ir.FloatType()
