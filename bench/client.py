@@ -1,6 +1,7 @@
 """A streaming client that leaves the processor to the server it measures.
 
-One thread, plain sockets and a selector. Each answer costs a few scans of its bytes; only its last event is parsed.
+One thread, plain sockets and a selector. Bytes are kept as they come, each piece with its time, and scanned when
+somebody asks for what is in them; only the last event of an answer is parsed.
 HTTP/1.1 takes one connection for each stream, HTTP/2 (prior knowledge) one for all.
 
     with Http1Client(port) as client:
@@ -28,26 +29,36 @@ PATH = "/completion"
 PATIENCE = 600.0
 """Seconds that a wait may last."""
 WIDE = 2**31 - 1
-READ_SIZE = 1 << 18
+READ_SIZE = 1 << 14
+"""Small: Python allocates as much for every read, and from 128 KiB on the system maps fresh pages for it."""
 
 
 class Stream:
     """One answer as it came in. Times are of `time.perf_counter`."""
 
-    def __init__(self, *, keep_body: bool) -> None:
+    def __init__(self, *, keep_body: bool, unframe: Callable[[bytes], bytes] = bytes) -> None:
         self.sent = time.perf_counter()
-        self.times: list[float] = []
-        """When each event came; the last event closes the answer and brings no token."""
         self.is_done = False
         self.body: list[bytes] | None = [] if keep_body else None
+        self._unframe = unframe
+        self._unread: list[tuple[bytes, float]] = []
+        self._times: list[float] = []
         self._events = EventCounter()
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes a piece of the body."""
-        if n := self._events.feed(data):
-            self.times += [now] * n
-        if self.body is not None:
-            self.body.append(data)
+        """Takes a piece of the body, framed as it came."""
+        self._unread.append((data, now))
+
+    @property
+    def times(self) -> list[float]:
+        """When each event came; the last event closes the answer and brings no token."""
+        unread, self._unread = self._unread, []
+        for piece, now in unread:
+            data = self._unframe(piece)
+            self._times += [now] * self._events.feed(data)
+            if self.body is not None:
+                self.body.append(data)
+        return self._times
 
     @property
     def first(self) -> float | None:
@@ -67,11 +78,13 @@ class Stream:
     @property
     def final(self) -> dict[str, Any]:
         """The closing event."""
+        assert self.times, "no event has come"
         found: dict[str, Any] = json.loads(self._events.last.removeprefix(b"data:"))
         return found
 
     def token_ids(self) -> list[int]:
         """The ids of all tokens, where the request asked for `return_tokens` and `keep_body` was set."""
+        assert self.times
         assert self.body is not None
         events = b"".join(self.body).split(b"\n\n")
         found = [json.loads(event.removeprefix(b"data:")) for event in events if event.startswith(b"data:")]
@@ -144,7 +157,7 @@ class Http1Client(_Selecting):
         data = json.dumps(body).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         sock = self._connect()
-        stream = Stream(keep_body=keep_body)
+        stream = Stream(keep_body=keep_body, unframe=ChunkedBody().feed)
         answer = _Http1Answer(stream)
 
         def read() -> None:
@@ -161,24 +174,29 @@ class Http1Client(_Selecting):
 class _Http1Answer:
     """Head, then chunks."""
 
+    _END = b"\r\n0\r\n\r\n"
+    """A chunk's end and the last chunk; events have no carriage returns in them."""
+
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._head = b""
-        self._chunks: ChunkedBody | None = None
+        self._has_head = False
+        self._tail = b""
 
     def feed(self, data: bytes, now: float) -> None:
         if not data:
             raise ConnectionError(f"the answer broke off: {self._head!r}")
-        if self._chunks is None:
+        if not self._has_head:
             self._head += data
             head, border, data = self._head.partition(b"\r\n\r\n")
             if not border:
                 return
             if b" 200 " not in head[:16] or b"transfer-encoding: chunked" not in head.lower():
                 raise ConnectionError(f"expected a chunked answer with status 200, not {self._head!r}")
-            self._chunks = ChunkedBody()
-        self._stream.feed(self._chunks.feed(data), now)
-        self._stream.is_done = self._chunks.is_done
+            self._has_head = True
+        self._stream.feed(data, now)
+        self._tail = (self._tail + data)[-len(self._END) :]
+        self._stream.is_done = self._tail == self._END
 
 
 class Http2Client(_Selecting):

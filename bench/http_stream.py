@@ -169,7 +169,7 @@ def count(sock: socket.socket, until: list[float], counts: list[int], i: int) ->
     sock.settimeout(0.2)
     while time.monotonic() < until[0]:
         try:
-            data = sock.recv(1 << 18)
+            data = sock.recv(1 << 14)
         except TimeoutError:
             continue
         if not data:
