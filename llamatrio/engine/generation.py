@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -17,6 +18,10 @@ MAX_BEHIND = 64
 """Events a reader may be behind before its sequence is left out of steps. It goes on when half of them are taken."""
 
 Event = TokenEvent | Finished
+Take = Callable[[TokenEvent, float], TokenEvent | None]
+"""(event, now) -> what is left of it for the reader."""
+
+_log = logging.getLogger("llamatrio.engine")
 
 
 class Generation:
@@ -43,6 +48,7 @@ class Generation:
         self._events: deque[Event] = deque()
         self._reader: trio.lowlevel.Task | None = None
         """The task that waits for an event."""
+        self._take: Take | None = None
         self._is_complete = False
         """The last event was put."""
         self._is_left = False
@@ -75,6 +81,13 @@ class Generation:
             self._resume()
         return event
 
+    def divert(self, take: Take | None) -> None:
+        """Offers tokens to `take` first, as long as a reader waits for them; it must be quick and must not wait.
+
+        It is called in the decode task. It returns what the reader is to get: nothing, or an event.
+        """
+        self._take = take
+
     def progress(self) -> Progress:
         """Where it stands now."""
         seq, now = self.seq, trio.current_time()
@@ -97,7 +110,7 @@ class Generation:
         shown = self.assembler.feed(piece)
         self.last_event_at = now
         probs = (choice,) if self.seq.request.sampling.n_probs else ()
-        self._put(TokenEvent(shown.text, (choice.id,), probs))
+        self._put(TokenEvent(shown.text, (choice.id,), probs), now)
         if shown.stopping_word is not None:
             self.stopping_word = shown.stopping_word
         elif len(self._events) >= MAX_BEHIND and not self.seq.is_finished:
@@ -109,23 +122,38 @@ class Generation:
         seq = self.seq
         assert seq.finish_reason is not None
         if (rest := self.assembler.flush()) and not self.stopping_word:
-            self._put(TokenEvent(rest, ()))
+            self._put(TokenEvent(rest, ()), trio.current_time())
         at = self.progress()
         self._put(
             Finished(
                 at.n_prompt, at.n_cached, at.n_predicted, at.prompt_seconds, at.predicted_seconds, lane,
                 reason=seq.finish_reason, stopping_word=self.stopping_word, seed=seq.seed, error=self.error,
-            )
+            ),
+            trio.current_time(),
         )  # fmt: skip
         self._is_complete = True
 
-    def _put(self, event: Event) -> None:
+    def _put(self, event: Event, now: float) -> None:
         if self._is_left:
             return
-        self._events.append(event)
         if self._reader is not None:
+            if self._take is not None and isinstance(event, TokenEvent):
+                rest = self._offer(self._take, event, now)
+                if rest is None:
+                    return
+                event = rest
             trio.lowlevel.reschedule(self._reader)
             self._reader = None
+        self._events.append(event)
+
+    def _offer(self, take: Take, event: TokenEvent, now: float) -> TokenEvent | None:
+        try:
+            return take(event, now)
+        except Exception:
+            # The reader's fault must not reach the decode task: it meets its own mistake when it gets the event.
+            _log.exception("a reader's take failed")
+            self._take = None
+            return event
 
     async def _wait(self) -> None:
         """Until there is an event."""

@@ -14,13 +14,20 @@ class TextDecoder:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """No character is half decoded."""
 
     def feed(self, data: bytes) -> str:
         """The text that is certain after `data`; an incomplete character is held back."""
-        return self._decoder.decode(data)
+        if self._is_between and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """Ends the text: "" or, for a character that was cut off, U+FFFD. The decoder is then as new."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._is_between = True
         return text

@@ -176,7 +176,7 @@ class Tokenizer:
         return b"".join(out).decode("utf-8", "replace")
 
     def _check_id(self, id: int) -> None:
-        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self.n_vocab:
+        if type(id) is not int or not 0 <= id < len(self._pieces):
             raise ValueError(f"expected a token id from 0 to {self.n_vocab - 1}, not {id!r}")
 
 

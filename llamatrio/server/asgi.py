@@ -11,6 +11,7 @@ from quart import Response, request
 from quart_trio.asgi import TrioASGIHTTPConnection
 from quart_trio.wrappers import TrioRequest
 
+from llamatrio.server.direct import DIRECT, Direct, Outlet
 from llamatrio.server.stream import CONTENT_TYPE, HEADERS, PING
 
 Send = Callable[[Any], Awaitable[None]]
@@ -25,8 +26,9 @@ class HoldingRequest(TrioRequest):
 class StreamResponse(Response):
     """Server-sent events. A comment goes out when there was nothing to send for `ping_interval` seconds."""
 
-    def __init__(self, body: AsyncIterator[bytes], ping_interval: float) -> None:
+    def __init__(self, body: AsyncIterator[bytes], outlet: Outlet, ping_interval: float) -> None:
         super().__init__(body, headers=HEADERS, content_type=CONTENT_TYPE)
+        self.outlet = outlet
         self.ping_interval = ping_interval
 
 
@@ -44,10 +46,12 @@ class AsgiConnection(TrioASGIHTTPConnection):
             await super().handle_request(nursery, request, send)
 
     async def _send_response(self, send: Any, response: Any) -> None:
+        if isinstance(response, StreamResponse):
+            response.outlet.open(cast("Direct | None", self.scope["extensions"].get(DIRECT)))
         if not isinstance(response, StreamResponse) or response.ping_interval <= 0:
             await super()._send_response(send, response)
             return
-        wire = _Wire(send)
+        wire = _Wire(send, response.outlet)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.ping_when_silent, response.ping_interval)
             await super()._send_response(wire.send, response)
@@ -55,11 +59,11 @@ class AsgiConnection(TrioASGIHTTPConnection):
 
 
 class _Wire:
-    """An ASGI `send` that knows when it was last used, and whether the body is open."""
+    """An ASGI `send` that notes when it was last used, and whether the body is open."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, outlet: Outlet) -> None:
         self._send = send
-        self._sent_at = trio.current_time()
+        self._outlet = outlet
         self._is_open = False
 
     async def send(self, message: Any) -> None:
@@ -68,15 +72,15 @@ class _Wire:
             self._is_open = False
         await self._send(message)
         self._is_open = is_open
-        self._sent_at = trio.current_time()
+        self._outlet.sent_at = trio.current_time()
 
     async def ping_when_silent(self, interval: float) -> None:
         while True:
-            await trio.sleep_until(self._sent_at + interval)
-            if self._is_open and trio.current_time() >= self._sent_at + interval:
+            await trio.sleep_until(self._outlet.sent_at + interval)
+            if self._is_open and trio.current_time() >= self._outlet.sent_at + interval:
                 await self.send({"type": "http.response.body", "body": PING, "more_body": True})
             elif not self._is_open:
-                self._sent_at = trio.current_time()
+                self._outlet.sent_at = trio.current_time()
 
 
 def held_by_request() -> ExitStack:

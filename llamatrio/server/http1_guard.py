@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import h11
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.events import Body, Event, Request, Response, StreamClosed
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.typing import TaskGroup
+
+from llamatrio.server.direct import DirectTasks
+
+
+class Wire(Protocol):
+    """The connection below, for bytes that go out without waiting."""
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody is writing, and nothing is left over."""
+        ...
+
+    def write_now(self, data: bytes) -> bool:
+        """Writes what the socket takes and keeps the rest for the next write; False if there is a rest."""
+        ...
 
 
 class Http1(H11Protocol):
@@ -14,6 +32,7 @@ class Http1(H11Protocol):
 
     stall_timeout: float
     """Unused here: each write has the connection's own time limit."""
+    wire: Wire
 
     _is_chunked = False
     """The body of the response under way goes out in chunks (RFC 9112, 7.1)."""
@@ -30,7 +49,7 @@ class Http1(H11Protocol):
         if isinstance(event, Body) and self._is_chunked and self.connection.our_state is h11.SEND_BODY:
             # A chunk changes nothing of h11's state, so it need not pass through it; streams are made of these.
             if event.data:
-                await self.send(RawData(b"%x\r\n%b\r\n" % (len(event.data), event.data)))
+                await self.send(RawData(_chunk(event.data)))
             return
         if isinstance(event, Response) and event.status_code >= 200:
             self._is_chunked = self._takes_chunks(event)
@@ -38,6 +57,17 @@ class Http1(H11Protocol):
                 headers = [*event.headers, (b"connection", b"close")]
                 event = Response(stream_id=event.stream_id, headers=headers, status_code=event.status_code)
         await super().stream_send(event)
+
+    # --- Direct: this connection has one stream at a time ---
+
+    def can_take(self) -> bool:
+        return self._is_chunked and self.connection.our_state is h11.SEND_BODY and self.wire.is_free
+
+    def take(self, data: bytes) -> bool:
+        return self.wire.write_now(_chunk(data))
+
+    async def drained(self) -> None:
+        await self.send(RawData(b""))
 
     def _takes_chunks(self, response: Response) -> bool:
         """Whether h11 frames the body in chunks (RFC 9112, 6.3)."""
@@ -61,7 +91,7 @@ class Http1(H11Protocol):
             self.app,
             self.config,
             self.context,
-            self.task_group,
+            cast(TaskGroup, DirectTasks(self.task_group, self)),
             self.ssl,
             self.client,
             self.server,
@@ -96,6 +126,10 @@ class Http1(H11Protocol):
         else:
             await self.can_read.set()
             await self.send(Closed())
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def is_servable_target(target: bytes) -> bool:

@@ -13,7 +13,7 @@ a write is blocked. The priority tree is not used: RFC 9113 deprecates it, and p
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import h2.config
 import h2.connection
@@ -28,8 +28,10 @@ from hypercorn.protocol.events import Body, EndBody, InformationalResponse, Requ
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.typing import TaskGroup
 from hypercorn.utils import filter_pseudo_headers
 
+from llamatrio.server.direct import DirectTasks
 from llamatrio.server.http1_guard import is_servable_target
 from llamatrio.server.outbox import HIGH_WATER, Outbox
 
@@ -121,7 +123,7 @@ class Http2(H2Protocol):
             self.app,
             self.config,
             self.context,
-            self.task_group,
+            cast(TaskGroup, DirectTasks(self.task_group, _DirectStream(self, event.stream_id))),
             self.ssl,
             self.client,
             self.server,
@@ -170,9 +172,7 @@ class Http2(H2Protocol):
         if outbox is None or outbox.is_complete:
             await trio.lowlevel.checkpoint()  # or a busy app would never notice that it is cancelled
         elif isinstance(event, Body):
-            outbox.data += event.data
-            self._announce(event.stream_id)
-            if len(outbox.data) >= HIGH_WATER:
+            if not self.take(event.stream_id, event.data):
                 await self._wait_for_room(event.stream_id, outbox)
         elif isinstance(event, EndBody):
             outbox.is_complete = True
@@ -192,6 +192,23 @@ class Http2(H2Protocol):
         except h2.exceptions.ProtocolError:
             self._drop_outbox(event.stream_id)
         self._wake.set()
+
+    def can_take(self, stream_id: int) -> bool:
+        """Whether the stream's body is open."""
+        outbox = self._outboxes.get(stream_id)
+        return outbox is not None and not outbox.is_complete
+
+    def take(self, stream_id: int, data: bytes) -> bool:
+        """Takes a piece of the stream's body; False when its outbox is full."""
+        outbox = self._outboxes[stream_id]
+        outbox.data += data
+        self._announce(stream_id)
+        return len(outbox.data) < HIGH_WATER
+
+    async def drained(self, stream_id: int) -> None:
+        """Waits until the stream's outbox has room."""
+        if (outbox := self._outboxes.get(stream_id)) is not None:
+            await self._wait_for_room(stream_id, outbox)
 
     async def _wait_for_room(self, stream_id: int, outbox: Outbox) -> None:
         with trio.move_on_after(self.stall_timeout) as patience:
@@ -297,3 +314,20 @@ class Http2(H2Protocol):
         with suppress(h2.exceptions.ProtocolError):  # closed already
             self.connection.reset_stream(stream_id, code)
         self._wake.set()
+
+
+class _DirectStream:
+    """One stream's `Direct`."""
+
+    def __init__(self, http2: Http2, stream_id: int) -> None:
+        self._http2 = http2
+        self._stream_id = stream_id
+
+    def can_take(self) -> bool:
+        return self._http2.can_take(self._stream_id)
+
+    def take(self, data: bytes) -> bool:
+        return self._http2.take(self._stream_id, data)
+
+    async def drained(self) -> None:
+        await self._http2.drained(self._stream_id)

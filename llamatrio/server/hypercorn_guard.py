@@ -110,6 +110,8 @@ class Connection:
         """Whether bytes for the wire may be written to the socket's descriptor."""
         self._reading = trio.CancelScope()
         self._write_lock = trio.Lock()
+        self._unsent = b""
+        """What `write_now` could not write: goes out first with the next write."""
         self._is_idle = True
         self._is_dead = False
 
@@ -189,6 +191,8 @@ class Connection:
             self.protocol_send,
         )
         protocol.stall_timeout = self.write_timeout
+        if isinstance(protocol, Http1):
+            protocol.wire = self
         return protocol
 
     async def _read(self, tasks: AppTasks) -> None:
@@ -224,6 +228,7 @@ class Connection:
         is_sent = False
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
+            data, self._unsent = self._unsent + data, b""
             if rest := data[self._send_at_once(data) :]:
                 with trio.move_on_after(self.write_timeout):
                     await self._send_in_turn(rest)
@@ -235,6 +240,21 @@ class Connection:
         finally:
             if not is_sent:
                 self.abort()
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody is writing, and nothing is left over: bytes for `write_now` follow those before."""
+        return self._is_plain and not self._unsent and not self._write_lock.locked()
+
+    def write_now(self, data: bytes) -> bool:
+        """Writes what the socket takes and keeps the rest for the next write; False if there is a rest."""
+        if self._is_dead:
+            return True
+        try:
+            self._unsent = data[self._send_at_once(data) :]
+        except OSError:
+            self.abort()
+        return not self._unsent
 
     def _send_at_once(self, data: bytes) -> int:
         """Bytes that the socket takes without waiting: nearly always all, and that needs no time limit and no turn."""

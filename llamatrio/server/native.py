@@ -11,6 +11,7 @@ from quart_trio import QuartTrio
 
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.server.asgi import StreamResponse, read_body
+from llamatrio.server.direct import Outlet
 from llamatrio.server.event_stream import stream_jobs
 from llamatrio.server.failures import json_response
 from llamatrio.server.ports import Generation
@@ -80,8 +81,9 @@ class _Answer:
         """Starts the jobs and answers. Raises, before a byte is sent, when the first cannot start."""
         start = self.service.starter()
         if self.body.stream:
-            events = stream_jobs(start, jobs, start(jobs[0]), self._new_writer, lambda done: b"")
-            return StreamResponse(events, self.service.ping_interval(self.body))
+            outlet = Outlet()
+            events = stream_jobs(start, jobs, start(jobs[0]), self._new_writer, lambda done: b"", outlet)
+            return StreamResponse(events, outlet, self.service.ping_interval(self.body))
         results = await collect_all([start(job) for job in jobs])
         answers = [self._whole(i, job, result) for i, (job, result) in enumerate(zip(jobs, results, strict=True))]
         return json_response(answers[0] if len(answers) == 1 else answers)

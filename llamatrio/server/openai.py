@@ -12,6 +12,7 @@ from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import RequestError
 from llamatrio.sched.sampler import Choice
 from llamatrio.server.asgi import StreamResponse, read_body
+from llamatrio.server.direct import Outlet
 from llamatrio.server.event_stream import stream_jobs
 from llamatrio.server.failures import json_response
 from llamatrio.server.ports import Generation
@@ -209,8 +210,9 @@ class _Answer:
             return event(head.chunk([], usage=usage(done), timings=timings(done[-1]))) + DONE
 
         start = self._service.starter()
-        events = stream_jobs(start, jobs, start(jobs[0]), new_writer, ending)
-        return StreamResponse(events, self._service.ping_interval(self._body))
+        outlet = Outlet()
+        events = stream_jobs(start, jobs, start(jobs[0]), new_writer, ending, outlet)
+        return StreamResponse(events, outlet, self._service.ping_interval(self._body))
 
     async def _whole(self, jobs: Sequence[Job]) -> dict[str, Any]:
         start = self._service.starter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Generation(AbstractContextManager["Generation"], Protocol):
 
     def __aiter__(self) -> AsyncIterator[TokenEvent | Finished]: ...
     def progress(self) -> Progress: ...
+    def divert(self, take: Callable[[TokenEvent, float], TokenEvent | None] | None) -> None:
+        """Offers tokens to `take` first, while a reader waits for them."""
+        ...
 
 
 class Engine(Protocol):

@@ -75,6 +75,7 @@ class FakeGeneration:
         self.n = 0
         self.is_over = False
         self.finished: Finished | None = None
+        self.take: Any = None
 
     def __enter__(self) -> FakeGeneration:
         self.engine.running.append(self)
@@ -85,6 +86,9 @@ class FakeGeneration:
         if self.finished is None:
             self.engine.cancelled.append(self.request)
 
+    def divert(self, take: Any) -> None:
+        self.take = take
+
     def progress(self) -> Finished:
         return self._finish("length")
 
@@ -94,12 +98,18 @@ class FakeGeneration:
     async def __anext__(self) -> Any:
         if self.finished is not None:
             raise StopAsyncIteration
-        if self.engine.pause:
-            await trio.sleep(self.engine.pause)
-        else:
-            await trio.lowlevel.checkpoint()
-        self.finished = self._end()
-        return self._event() if self.finished is None else self.finished
+        while True:
+            if self.engine.pause:
+                await trio.sleep(self.engine.pause)
+            else:
+                await trio.lowlevel.checkpoint()
+            self.finished = self._end()
+            if self.finished is not None:
+                return self.finished
+            event = self._event()
+            rest = event if self.take is None else self.take(event, trio.current_time())
+            if rest is not None:
+                return rest
 
     def _end(self) -> Finished | None:
         limit = self.request.max_tokens

@@ -133,11 +133,12 @@ class Machine:
         step[t.BY_CHUNKS] = n_chunks <= self.scratch.n_chunks
         return self._load_outputs(batch, rows.out_rows)
 
-    def _lists_of(self, cell_table: Int32Array, lanes: Int32Array) -> NDArray[np.int64]:
+    def _lists_of(self, cell_table: Int32Array, lanes: Int32Array) -> list[int]:
         """Addresses of these lanes' lists of cells."""
         if cell_table is not self._cell_table:
             self._cell_table, self._cell_table_address = cell_table, cell_table.ctypes.data
-        return self._cell_table_address + lanes * np.int64(cell_table.strides[0])
+        start, stride = self._cell_table_address, cell_table.strides[0]
+        return [start + lane * stride for lane in lanes.tolist()]
 
     def _load_outputs(self, batch: Batch, out_rows: Int32Array) -> StepResults:
         n_out, k, n_full = len(out_rows), batch.n_candidates, len(batch.full_rows)
