@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from llamatrio.engine.engine import Engine
-from llamatrio.engine.events import Finished
+from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.engine.generation import MAX_BEHIND
 from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
 from llamatrio.sched.types import Request, SamplingParams
@@ -415,3 +415,62 @@ async def test_clients_of_other_scopes_share_nothing(open_fake, autojump_clock) 
         _, _, same = await run(engine, Request(prompt(20), GREEDY, max_tokens=1, scope="a"))
         assert (other.n_cached, same.n_cached) == (0, 19)
         assert engine.stats().misses == {"no_entry": 1, "other_scope": 1}
+
+
+async def test_tokens_are_diverted_only_while_their_reader_waits_and_keep_their_order(
+    open_fake, autojump_clock
+) -> None:
+    async with open_fake(FakeBackend(2000)) as engine:
+        endless = SamplingParams(temperature=0, ignore_eos=True)
+        got: list[tuple[str, int]] = []
+
+        def take(event: TokenEvent, now: float) -> TokenEvent | None:
+            assert now == trio.current_time()
+            if len(got) % 7 == 6:
+                return event  # this one is for the reader
+            got.extend(("direct", id) for id in event.ids)
+            return None
+
+        with engine.start(Request(prompt(5), endless, max_tokens=200)) as generation:
+            generation.divert(take)
+            async for event in generation:
+                if isinstance(event, Finished):
+                    break
+                got.extend(("reader", id) for id in event.ids)
+                if len(got) > 100:
+                    await trio.sleep(0.3)
+        assert [id for _, id in got] == reference(prompt(5), 200, ignore_eos=True)
+        assert {way for way, _ in got} == {"direct", "reader"}
+
+
+async def test_a_take_that_fails_loses_no_token_and_harms_nobody(open_fake, autojump_clock, caplog) -> None:
+    async with open_fake(FakeBackend(2000)) as engine:
+        ids: list[int] = []
+
+        def take(event: TokenEvent, now: float) -> TokenEvent | None:
+            raise RuntimeError("a mistake in the server")
+
+        with engine.start(Request(prompt(5), GREEDY, max_tokens=20)) as generation:
+            generation.divert(take)
+            async for event in generation:
+                ids += () if isinstance(event, Finished) else event.ids
+        assert ids == reference(prompt(5), 20)
+        assert "a mistake in the server" in caplog.text
+
+
+async def test_only_one_task_reads_a_generation(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(2000)) as engine:
+        with engine.start(Request(prompt(5), GREEDY, max_tokens=20)) as generation:
+            outcomes: list[str] = []
+
+            async def read() -> None:
+                try:
+                    await generation.__anext__()
+                    outcomes.append("event")
+                except trio.BusyResourceError:
+                    outcomes.append("busy")
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(read)
+            assert sorted(outcomes) == ["busy", "event"]

@@ -36,6 +36,17 @@ class CellsMachine(RuleBasedStateMachine):
         assert not before & set(new), "a cell in use was handed out"
         self.seqs[lane] += new
 
+    @rule(lane=lanes)
+    def grow_one(self, lane: int) -> None:
+        before = self.used()
+        if len(before) == N_CELLS or len(self.seqs[lane]) == N_CTX:
+            with pytest.raises(ValueError, match="expected"):
+                self.cells.seq_grow_one(lane)
+            return
+        cell = self.cells.seq_grow_one(lane)
+        assert cell not in before, "a cell in use was handed out"
+        self.seqs[lane].append(cell)
+
     @rule(src=lanes, dst=lanes, data=st.data())
     def copy(self, src: int, dst: int, data: st.DataObject) -> None:
         p0 = len(self.seqs[dst])
