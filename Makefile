@@ -15,7 +15,7 @@ EXTRAS := $(if $(shell ldconfig -p 2>/dev/null | grep -m1 -o libcuda.so.1),[cuda
 BENCH_MODEL = "$(or $(MODEL),$$($(BIN)/python -c 'from llamatrio.model.hub import resolve_model; print(resolve_model(None))'))"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-models test-gpu lint type check bench bench-stall bench-peer bench-idle bench-limits bench-large bench-calls kernels-report wheel clean
+.PHONY: help serve run test test-models test-gpu lint type check bench bench-latency bench-stall bench-peer bench-idle bench-limits bench-large bench-calls kernels-report wheel clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ type: $(VENV)/test  ## mypy --strict
 
 bench: $(VENV)/test  ## tokens per second through the engine and through HTTP
 	$(BIN)/python -m bench.throughput -m $(BENCH_MODEL) $(ARGS)
+
+bench-latency: $(VENV)/test  ## what HTTP adds to each token
+	$(BIN)/python -m bench.latency -m $(BENCH_MODEL) $(ARGS)
 
 bench-stall: $(VENV)/test  ## inter-token gaps while idle slots are saved; LLAMA_SERVER=path adds the peer
 	$(BIN)/python -m bench.stall -m $(BENCH_MODEL) $(ARGS)
