@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import json
@@ -61,6 +62,16 @@ def completion(prompt: Sequence[int], n_predict: int, **more: Any) -> dict[str, 
         "response_fields": ["timings", "tokens_predicted", "stop"],
         **more,
     }
+
+
+def model_parser(description: str | None, *, n_rounds: int) -> argparse.ArgumentParser:
+    """What every bench of a served model is told: the model, rounds, threads, and where the result goes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=n_rounds)
+    parser.add_argument("--threads", type=int, default=config.n_usable_cores())
+    parser.add_argument("--out", type=Path, help="write the JSON line here too")
+    return parser
 
 
 def machine(*more: str) -> str:

@@ -8,14 +8,11 @@ streams, leaves one connection open, and reads its CPU time over idle seconds.
 
 from __future__ import annotations
 
-import argparse
-import os
 import socket
 import time
-from pathlib import Path
 
 from bench.client import Http1Client
-from bench.common import Figures, Prompts, completion, finish, machine, medians, print_table
+from bench.common import Figures, Prompts, completion, finish, machine, medians, model_parser, print_table
 from bench.servers import Server, llamatrio_command, running, stop_on_sigterm
 
 SETTLE = 3.0
@@ -36,12 +33,8 @@ def idle_cpu_ms(server: Server, prompts: Prompts, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser = model_parser(__doc__, n_rounds=3)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, help="write the JSON line here too")
     args = parser.parse_args()
     stop_on_sigterm()
     about = machine(args.model.name, f"{args.threads} threads")

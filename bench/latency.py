@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -20,8 +19,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from bench.client import Client, Http1Client, Http2Client, Stream
-from bench.common import Figures, Prompts, completion, finish, machine, medians, percentile, print_table
+from bench.common import Figures, Prompts, completion, finish, machine, medians, model_parser, percentile, print_table
 from bench.servers import running, stop_on_sigterm
+from bench.workloads import time_together
 
 GOAL_MS = 1.0
 N_PROMPT, N_PREDICT = 64, 256
@@ -67,8 +67,7 @@ def stream_all(client: Client, prompts: Prompts, n_streams: int, salt: object) -
 
 def added_ms(streams: list[Stream], handed_out: list[list[float]]) -> Figures:
     """Over all tokens that came while all streams ran."""
-    begin = max(stream.times[0] for stream in streams)
-    end = min(stream.ended for stream in streams)
+    begin, end = time_together(streams)
     found = []
     for stream, noted in zip(streams, handed_out, strict=True):
         times = stream.times[:-1]  # the last event brings no token
@@ -103,12 +102,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--note"]:
         serve_and_note(Path(sys.argv[2]), sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser = model_parser(__doc__, n_rounds=5)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, help="write the JSON line here too")
     args = parser.parse_args()
     stop_on_sigterm()
     about = machine(args.model.name, f"{args.threads} threads", f"{args.streams} streams")

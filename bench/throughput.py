@@ -9,17 +9,25 @@ rate is that of the time in which all streams run. The goal: HTTP at 8 streams w
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
 
 from bench.client import Http1Client, Http2Client, Stream
-from bench.common import Figures, Prompts, completion, finish, machine, medians, print_table, ratio_of_pairs
+from bench.common import (
+    Figures,
+    Prompts,
+    completion,
+    finish,
+    machine,
+    medians,
+    model_parser,
+    print_table,
+    ratio_of_pairs,
+)
 from bench.servers import llamatrio_command, running, stop_on_sigterm
 from bench.workloads import PROMPT, check, rates
 from llamatrio.cli import SWITCH_INTERVAL
@@ -131,12 +139,8 @@ async def measure(args: argparse.Namespace, works: Sequence[Work]) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser = model_parser(__doc__, n_rounds=5)
     parser.add_argument("--quick", action="store_true", help="fewer tokens: shows that it works, not how well")
-    parser.add_argument("--out", type=Path, help="write the JSON line here too")
     args = parser.parse_args()
     stop_on_sigterm()
     about = machine(args.model.name, f"{args.threads} threads")

@@ -86,12 +86,18 @@ def decode(n_streams: int) -> Workload:
     return measure
 
 
-def rates(streams: Sequence[Stream]) -> Figures:
-    """Tokens/s while all streams ran (from the last one's first token to the first one's last), and over all."""
+def time_together(streams: Sequence[Stream]) -> tuple[float, float]:
+    """When all streams ran: from the last one's first token to the first one's last."""
     begin = max(stream.times[0] for stream in streams)
     end = min(stream.ended for stream in streams)
     if end <= begin:
         raise WrongAnswer("the streams did not run at the same time")
+    return begin, end
+
+
+def rates(streams: Sequence[Stream]) -> Figures:
+    """Tokens/s while all streams ran (from the last one's first token to the first one's last), and over all."""
+    begin, end = time_together(streams)
     n = sum(_tokens_per_event(s) * sum(begin < t <= end for t in s.times[:-1]) for s in streams)
     n_all = sum(_n_tokens(stream) for stream in streams)
     whole = max(stream.ended for stream in streams) - min(stream.sent for stream in streams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ class TokenEvent(NamedTuple):
     ids: tuple[int, ...]
     probs: tuple[Choice, ...] = ()
     """One for each id, when the request asked for probabilities."""
+
+
+Take = Callable[[TokenEvent, float], TokenEvent | None]
+"""(event, now) -> what is left of it for the reader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import trio
 
-from llamatrio.engine.events import Finished, Progress, TokenEvent
+from llamatrio.engine.events import Finished, Progress, Take, TokenEvent
 from llamatrio.sched.sampler import Choice
 from llamatrio.sched.sequence import Sequence
 from llamatrio.sched.text import TextAssembler
@@ -18,8 +18,6 @@ MAX_BEHIND = 64
 """Events a reader may be behind before its sequence is left out of steps. It goes on when half of them are taken."""
 
 Event = TokenEvent | Finished
-Take = Callable[[TokenEvent, float], TokenEvent | None]
-"""(event, now) -> what is left of it for the reader."""
 
 _log = logging.getLogger("llamatrio.engine")
 
@@ -68,6 +66,8 @@ class Generation:
         return self
 
     async def __anext__(self) -> Event:
+        if self._is_left:
+            raise trio.ClosedResourceError
         if self._events:
             await trio.lowlevel.checkpoint()
         elif self._is_complete:
@@ -121,15 +121,16 @@ class Generation:
         """Hands over what text is left, and the end."""
         seq = self.seq
         assert seq.finish_reason is not None
+        now = trio.current_time()
         if (rest := self.assembler.flush()) and not self.stopping_word:
-            self._put(TokenEvent(rest, ()), trio.current_time())
+            self._put(TokenEvent(rest, ()), now)
         at = self.progress()
         self._put(
             Finished(
                 at.n_prompt, at.n_cached, at.n_predicted, at.prompt_seconds, at.predicted_seconds, lane,
                 reason=seq.finish_reason, stopping_word=self.stopping_word, seed=seq.seed, error=self.error,
             ),
-            trio.current_time(),
+            now,
         )  # fmt: skip
         self._is_complete = True
 

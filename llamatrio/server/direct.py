@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import trio
 
-from llamatrio.engine.events import TokenEvent
+from llamatrio.engine.events import Take, TokenEvent
 
 DIRECT = "llamatrio.direct"
 """Key of a `Direct` in an ASGI scope's extensions."""
@@ -67,7 +67,7 @@ class Outlet:
         """The answer is about to be sent; `direct` is what its connection offers."""
         self._direct = direct
 
-    def taking(self, piece: Callable[[TokenEvent], bytes]) -> Callable[[TokenEvent, float], TokenEvent | None] | None:
+    def taking(self, piece: Callable[[TokenEvent], bytes]) -> Take | None:
         """What a generation is to offer its events to: returns what its reader is to get instead, if anything."""
         direct = self._direct
         if direct is None:

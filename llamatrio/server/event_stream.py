@@ -7,6 +7,7 @@ from typing import Protocol
 
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import LlamatrioError
+from llamatrio.server.asgi import StreamResponse
 from llamatrio.server.direct import WAKE, Outlet
 from llamatrio.server.failures import error_body
 from llamatrio.server.ports import Generation
@@ -29,6 +30,14 @@ class ChoiceWriter(Protocol):
 
 NewWriter = Callable[[int, Job, Generation], ChoiceWriter]
 Ending = Callable[[Sequence[Finished]], bytes]
+
+
+def stream_answer(
+    start: Start, jobs: Sequence[Job], new_writer: NewWriter, ending: Ending, ping_interval: float
+) -> StreamResponse:
+    """Starts the first job, which raises while a refusal can still be a status, and answers with all jobs' events."""
+    outlet = Outlet()
+    return StreamResponse(stream_jobs(start, jobs, start(jobs[0]), new_writer, ending, outlet), outlet, ping_interval)
 
 
 async def stream_jobs(

@@ -36,9 +36,8 @@ class Http1(H11Protocol):
 
     _is_chunked = False
     """The body of the response under way goes out in chunks (RFC 9112, 7.1)."""
-    _is_head = False
-    """The request under way asks for no body."""
-    _speaks_1_1 = False
+    _may_chunk = False
+    """The request under way leaves chunks to the response: it is of HTTP/1.1 and asks for a body."""
 
     @property
     def has_unread_request(self) -> bool:
@@ -46,7 +45,7 @@ class Http1(H11Protocol):
         return self.connection.their_state in (h11.SEND_BODY, h11.ERROR)
 
     async def stream_send(self, event: Event) -> None:
-        if isinstance(event, Body) and self._is_chunked and self.connection.our_state is h11.SEND_BODY:
+        if isinstance(event, Body) and self._is_amid_chunks:
             # A chunk changes nothing of h11's state, so it need not pass through it; streams are made of these.
             if event.data:
                 await self.send(RawData(_chunk(event.data)))
@@ -61,7 +60,7 @@ class Http1(H11Protocol):
     # --- Direct: this connection has one stream at a time ---
 
     def can_take(self) -> bool:
-        return self._is_chunked and self.connection.our_state is h11.SEND_BODY and self.wire.is_free
+        return self._is_amid_chunks and self.wire.is_free
 
     def take(self, data: bytes) -> bool:
         return self.wire.write_now(_chunk(data))
@@ -69,9 +68,13 @@ class Http1(H11Protocol):
     async def drained(self) -> None:
         await self.send(RawData(b""))
 
+    @property
+    def _is_amid_chunks(self) -> bool:
+        return self._is_chunked and self.connection.our_state is h11.SEND_BODY
+
     def _takes_chunks(self, response: Response) -> bool:
         """Whether h11 frames the body in chunks (RFC 9112, 6.3)."""
-        if self._is_head or not self._speaks_1_1 or response.status_code in (204, 304):
+        if not self._may_chunk or response.status_code in (204, 304):
             return False
         return all(name.lower() != b"content-length" for name, _ in response.headers)
 
@@ -85,8 +88,7 @@ class Http1(H11Protocol):
             await self._send_error_response(400)
             await self.send(Closed())
             return
-        self._is_head = request.method.upper() == b"HEAD"
-        self._speaks_1_1 = request.http_version == b"1.1"
+        self._may_chunk = request.http_version == b"1.1" and request.method.upper() != b"HEAD"
         self.stream = HTTPStream(
             self.app,
             self.config,

@@ -10,9 +10,8 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from llamatrio.engine.events import Finished, TokenEvent
-from llamatrio.server.asgi import StreamResponse, read_body
-from llamatrio.server.direct import Outlet
-from llamatrio.server.event_stream import stream_jobs
+from llamatrio.server.asgi import read_body
+from llamatrio.server.event_stream import stream_answer
 from llamatrio.server.failures import json_response
 from llamatrio.server.ports import Generation
 from llamatrio.server.prompts import read_ids, read_mixed
@@ -81,9 +80,8 @@ class _Answer:
         """Starts the jobs and answers. Raises, before a byte is sent, when the first cannot start."""
         start = self.service.starter()
         if self.body.stream:
-            outlet = Outlet()
-            events = stream_jobs(start, jobs, start(jobs[0]), self._new_writer, lambda done: b"", outlet)
-            return StreamResponse(events, outlet, self.service.ping_interval(self.body))
+            interval = self.service.ping_interval(self.body)
+            return stream_answer(start, jobs, self._new_writer, lambda done: b"", interval)
         results = await collect_all([start(job) for job in jobs])
         answers = [self._whole(i, job, result) for i, (job, result) in enumerate(zip(jobs, results, strict=True))]
         return json_response(answers[0] if len(answers) == 1 else answers)

@@ -11,9 +11,8 @@ from quart_trio import QuartTrio
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import RequestError
 from llamatrio.sched.sampler import Choice
-from llamatrio.server.asgi import StreamResponse, read_body
-from llamatrio.server.direct import Outlet
-from llamatrio.server.event_stream import stream_jobs
+from llamatrio.server.asgi import read_body
+from llamatrio.server.event_stream import stream_answer
 from llamatrio.server.failures import json_response
 from llamatrio.server.ports import Generation
 from llamatrio.server.results import Completed, TokenJson, collect_all, finish_reason, timings, usage
@@ -209,10 +208,8 @@ class _Answer:
                 return DONE
             return event(head.chunk([], usage=usage(done), timings=timings(done[-1]))) + DONE
 
-        start = self._service.starter()
-        outlet = Outlet()
-        events = stream_jobs(start, jobs, start(jobs[0]), new_writer, ending, outlet)
-        return StreamResponse(events, outlet, self._service.ping_interval(self._body))
+        interval = self._service.ping_interval(self._body)
+        return stream_answer(self._service.starter(), jobs, new_writer, ending, interval)
 
     async def _whole(self, jobs: Sequence[Job]) -> dict[str, Any]:
         start = self._service.starter()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from llamatrio.config import EngineConfig
-from llamatrio.engine.events import Finished, Progress, TokenEvent
+from llamatrio.engine.events import Finished, Progress, Take, TokenEvent
 from llamatrio.engine.stats import EngineStats
 from llamatrio.model.chat import ChatTemplate
 from llamatrio.model.spec import ModelSpec
@@ -39,7 +39,7 @@ class Generation(AbstractContextManager["Generation"], Protocol):
 
     def __aiter__(self) -> AsyncIterator[TokenEvent | Finished]: ...
     def progress(self) -> Progress: ...
-    def divert(self, take: Callable[[TokenEvent, float], TokenEvent | None] | None) -> None:
+    def divert(self, take: Take | None) -> None:
         """Offers tokens to `take` first, while a reader waits for them."""
         ...
 

@@ -474,3 +474,5 @@ async def test_only_one_task_reads_a_generation(open_fake, autojump_clock) -> No
                 for _ in range(2):
                     nursery.start_soon(read)
             assert sorted(outcomes) == ["busy", "event"]
+        with pytest.raises(trio.ClosedResourceError):
+            await generation.__anext__()

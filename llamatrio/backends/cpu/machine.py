@@ -102,7 +102,7 @@ class Machine:
         self._lists = {field: buffers[field].view(np.int32) for field in _INT32_LISTS}
         self._cell_lists, self._spans = buffers[t.CELL_LISTS].view(np.int64), buffers[t.SPANS].view(np.int64)
         self._cell_table: Int32Array | None = None
-        """The table that steps have used so far; one that it takes time to ask for its address."""
+        """The table of the last step: its address is kept, since asking NumPy for it takes long."""
         self._cell_table_address = 0
 
     def plan(self, batch: Batch) -> Plan:
