@@ -68,6 +68,7 @@ class Flight:
             cell_table=cell_table,
             out_rows=np.array([part.run.row + part.run.n_rows - 1 for part in self._out], np.int32),
             n_candidates=max((n for n in wanted if n is not None), default=1),
+            needs_sums=any(part.seq.request.sampling.n_probs for part in self._out),
             full_rows=np.array(whole, np.int32),
         )
 

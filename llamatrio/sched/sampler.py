@@ -28,6 +28,7 @@ class Choice(NamedTuple):
 
     id: int
     logprob: float
+    """May be NaN where the request asked for no probabilities: nobody needed the row's sum then."""
     top: tuple[TokenProb, ...]
     """The n_probs likeliest tokens, best first."""
 

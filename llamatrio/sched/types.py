@@ -107,6 +107,8 @@ class Batch:
     """[m] rows whose logits are wanted, ascending."""
     n_candidates: int = 1
     """How many of the likeliest tokens to report for each wanted row (1 to 256)."""
+    needs_sums: bool = True
+    """Whether `logsumexp` is wanted: without, a device may find the likeliest tokens by reading less."""
     full_rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Indices into out_rows whose whole logits row is wanted as well."""
 
@@ -125,7 +127,7 @@ class StepOutput:
     logits: FloatArray
     """[m, k] their logits (soft-capped where the model does that)."""
     logsumexp: FloatArray
-    """[m] over the row's whole logits: logprob = logit - logsumexp."""
+    """[m] over the row's whole logits: logprob = logit - logsumexp. May be NaN where the batch did not need sums."""
     full: FloatArray
     """[len(full_rows), n_vocab]"""
     seconds: float = 0.0

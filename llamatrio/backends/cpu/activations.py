@@ -8,7 +8,8 @@ All forms take blocks of 32 consecutive values of a row; k, the row's length, is
                 36..39  f32 sum of the 32 integers
                 40..43  f32 sum of the first 16 (formats with a scale per 16 weights need both halves)
                 44..47  f32 sum of the last 16
-                48..63  unused
+                48..51  f32 length of the 32 integers as a vector, where a sketch is read (sketch.py)
+                52..63  unused
     f32   [m][k] f32; row stride 4 k bytes. Read by the rows kernels of F32, F16 and BF16.
     bf16  [ceil(m / 16)][k / 32] tiles of 1,024 bytes: 16 rows x 32 bf16 (row r of the tile at 64 r), just as
           an AMX tile is loaded. Read by the panel kernels. The buffer must hold a multiple of 32 rows; what
@@ -34,8 +35,8 @@ BLOCK = 32
 """Values in a block."""
 BLOCK_BYTES = 64
 """Bytes of a block in the forms q8, bf16 and f16."""
-SCALE, SUM, SUM_LOW, SUM_HIGH = 32, 36, 40, 44
-"""Where a q8 record keeps its four f32."""
+SCALE, SUM, SUM_LOW, SUM_HIGH, LENGTH = 32, 36, 40, 44, 48
+"""Where a q8 record keeps its f32."""
 
 
 def q8_bytes(n_rows: int, k: int) -> int:

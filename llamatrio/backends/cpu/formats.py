@@ -86,6 +86,11 @@ class Format(ABC):
     """Codes by stored index, where the type has a table."""
 
     @property
+    def name(self) -> str:
+        """Part of the names of its kernels."""
+        return self.type.name.lower()
+
+    @property
     def code_bits(self) -> int:
         """Bits of a code as it enters the dot product."""
         return self.stored_bits if self.table is None else max(self.table).bit_length()
@@ -99,9 +104,19 @@ class Format(ABC):
         return 64 * self.stored_bits + self.scale_bytes
 
     @property
+    def tile_stride(self) -> int:
+        """From one tile of a block to the next."""
+        return self.tile_bytes
+
+    @property
+    def n_weights(self) -> int:
+        """Weights of a row in a block."""
+        return block_shape(self.type).n_weights
+
+    @property
     def n_tiles(self) -> int:
-        """Tiles under one head."""
-        return block_shape(self.type).n_weights // 32
+        """Tiles in a block."""
+        return self.n_weights // 32
 
     @property
     def block_bytes(self) -> int:
@@ -111,6 +126,10 @@ class Format(ABC):
     def row_bytes(self, asm: Asm, k: Value) -> Value:
         """Bytes that `k` weights (an i64) of a group take."""
         return asm.mul(asm.div(k, 32 * self.n_tiles), self.block_bytes)
+
+    def position(self, asm: Asm, offset: Value, index: Value) -> Value:
+        """Bytes of a group before tile `index`, which is at `offset`, when it is read in order."""
+        return offset
 
     # ---- what a type defines
 
@@ -131,7 +150,7 @@ class Format(ABC):
     # ---- what all types share
 
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
-        """Packs one GGUF block of 16 rows to base + offset."""
+        """Packs n_weights of 16 rows to base + offset."""
         for n, at in enumerate(self.head_at):
             asm.store(raw.halves(at), base, asm.add(offset, 2 * ROWS * n))
         for tile in range(self.n_tiles):

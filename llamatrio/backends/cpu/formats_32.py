@@ -10,7 +10,7 @@ from llamatrio.backends.cpu.vector import Asm, Offset, Value, vf32, vi8, vi32
 from llamatrio.model.ggml_type import GGMLType
 
 
-class _Block32(Format):
+class Block32(Format):
     """d f16 [, m f16], [fifth bits], codes: the tile's scales are d[16] [, m[16]] as halves."""
 
     __slots__ = ()
@@ -28,14 +28,14 @@ class _Block32(Format):
         return scales, self.offset_minima(asm, scales)
 
 
-class _Q4(_Block32):
+class _Q4(Block32):
     __slots__ = ()
 
     def read_codes(self, raw: RawBlocks, tile: int) -> list[Value]:
         return nibble_words(raw, self.scale_bytes // 16)
 
 
-class _Q5(_Block32):
+class _Q5(Block32):
     __slots__ = ()
 
     def read_codes(self, raw: RawBlocks, tile: int) -> list[Value]:
@@ -43,7 +43,7 @@ class _Q5(_Block32):
         return with_fifth_bits(raw, bits_at, nibble_words(raw, bits_at + 4))
 
 
-class _Q8(_Block32):
+class _Q8(Block32):
     __slots__ = ()
 
     def read_codes(self, raw: RawBlocks, tile: int) -> list[Value]:
@@ -60,7 +60,7 @@ class _IQ4NL(_Q4):
     table = IQ4_CODES
 
 
-class _MXFP4(_Block32):
+class _MXFP4(Block32):
     """e u8 (a power of two), codes: FP4 values doubled to be integers, so the scale is 2^(e - 128)."""
 
     __slots__ = ()
@@ -84,12 +84,14 @@ class _MXFP4(_Block32):
         return scales, self.offset_minima(asm, scales)
 
 
+Q8_0 = _Q8(GGMLType.Q8_0, stored_bits=8, scale_bytes=32, offset=128)
+
 FORMATS_32 = (
     _Q4(GGMLType.Q4_0, stored_bits=4, scale_bytes=32, offset=8),
     _Q4(GGMLType.Q4_1, stored_bits=4, scale_bytes=64),
     _Q5(GGMLType.Q5_0, stored_bits=5, scale_bytes=32, offset=16),
     _Q5(GGMLType.Q5_1, stored_bits=5, scale_bytes=64),
-    _Q8(GGMLType.Q8_0, stored_bits=8, scale_bytes=32, offset=128),
+    Q8_0,
     _IQ4NL(GGMLType.IQ4_NL, stored_bits=4, scale_bytes=32, offset=128),
     _MXFP4(GGMLType.MXFP4, stored_bits=4, scale_bytes=16, offset=12),
 )

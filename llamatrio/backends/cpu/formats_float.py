@@ -24,6 +24,11 @@ class FloatFormat(ABC):
     type: GGMLType
 
     @property
+    def name(self) -> str:
+        """Part of the names of its kernels."""
+        return self.type.name.lower()
+
+    @property
     def tile_bytes(self) -> int:
         return 32 * ROWS * block_shape(self.type).n_bytes
 

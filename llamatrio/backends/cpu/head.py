@@ -1,4 +1,7 @@
-"""The end of the step: final norm, the head product for the wanted rows, and the likeliest tokens of each."""
+"""The end of the step: final norm, the head product for the wanted rows, and the likeliest tokens of each.
+
+Where nothing but the likeliest tokens is wanted and the head has a sketch, most of the head is not read (screen.py).
+"""
 
 # Numba infers the types of compiled functions itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -12,6 +15,7 @@ from llamatrio.backends.cpu.call import call_kernel
 from llamatrio.backends.cpu.native import inner, load_i32, store_f32
 from llamatrio.backends.cpu.ops import MASKED
 from llamatrio.backends.cpu.products import is_private, share, x_row
+from llamatrio.backends.cpu.screen import screen_rows
 from llamatrio.backends.cpu.team import barrier
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT, log_sum_exp, select_top
 
@@ -49,6 +53,8 @@ def _head_inputs(step, layers, matrices, member, n_members):
         call_kernel(step[t.F_NORM], x, step[t.OUTPUT_NORM], out, n_embd, step[t.EPS])
         if takes_q8:
             call_kernel(step[t.F_QUANTIZE], out, step[t.HEAD_Q8] + 2 * place * n_embd, 1, n_embd)
+        if step[t.BY_SKETCH]:
+            call_kernel(step[t.F_LENGTHS], step[t.HEAD_Q8] + 2 * place * n_embd, 1, n_embd)
 
 
 @inner
@@ -106,6 +112,9 @@ def step_head(step, layers, matrices, team, member, n_members):
     for first_place in range(0, step[t.N_OUT], step[t.HEAD_ROWS]):
         m = min(step[t.HEAD_ROWS], step[t.N_OUT] - first_place)
         barrier(team, member)
+        if step[t.BY_SKETCH]:
+            screen_rows(step, matrices, first_place, m, team, member, n_members)
+            continue
         _head_product(step, matrices, first_place, m, member, n_members)
         barrier(team, member)
         _scan_segments(step, m, member, n_members)

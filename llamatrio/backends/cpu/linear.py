@@ -27,7 +27,7 @@ from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.formats import ROWS, Format
 from llamatrio.backends.cpu.formats_float import FloatFormat
 from llamatrio.backends.cpu.levels import Level, current_level
-from llamatrio.backends.cpu.pack import FORMATS
+from llamatrio.backends.cpu.pack import Packing, format_of
 from llamatrio.backends.cpu.panel import panel_kernel
 from llamatrio.backends.cpu.rows import float_rows, for_each_tile, quantized_rows
 from llamatrio.backends.cpu.vector import Asm, Value, vi32
@@ -54,26 +54,25 @@ class LinearKernels:
     panel_form: PanelForm = "bf16"
 
 
-def linear_kernels(type: GGMLType, level: Level | None = None) -> LinearKernels:
-    """Compiles (or finds) the product kernels of `type`, for `level` (default: current_level())."""
-    level = level or current_level()
-    made, name = FORMATS[type], type.name.lower()
+def linear_kernels(packing: Packing, level: Level | None = None) -> LinearKernels:
+    """Compiles (or finds) the product kernels of a packing, for `level` (default: current_level())."""
+    level, made = level or current_level(), format_of(packing)
     quantized = isinstance(made, Format)
     rows = quantized_rows(made) if isinstance(made, Format) else float_rows(made)
-    has_panel = level.has_amx and type != GGMLType.F32  # f32 weights are there for their precision
+    has_panel = level.has_amx and made.type != GGMLType.F32  # f32 weights are there for their precision
     return LinearKernels(
-        rows=compile_kernel(f"rows_{name}", rows, level),
+        rows=compile_kernel(f"rows_{made.name}", rows, level),
         rows_form="q8" if quantized else "f32",
-        panel=compile_kernel(f"panel_{name}", panel_kernel(made), level) if has_panel else None,
-        panel_form="f16" if type == GGMLType.F16 else "bf16",
+        panel=compile_kernel(f"panel_{made.name}", panel_kernel(made), level) if has_panel else None,
+        panel_form="f16" if made.type == GGMLType.F16 else "bf16",
     )
 
 
-def embed_kernel(type: GGMLType, level: Level | None = None) -> int:
-    """Address of the embed kernel of `type`."""
-    made = FORMATS[type]
+def embed_kernel(packing: Packing, level: Level | None = None) -> int:
+    """Address of the embed kernel of a packing."""
+    made = format_of(packing)
     emit = _embed_quantized(made) if isinstance(made, Format) else _embed_float(made)
-    return compile_kernel(f"embed_{type.name.lower()}", emit, level)
+    return compile_kernel(f"embed_{made.name}", emit, level)
 
 
 def _embed_quantized(made: Format) -> Emit:

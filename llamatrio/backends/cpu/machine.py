@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatrio.backends.cpu import attention as att
-from llamatrio.backends.cpu import flash, ops
+from llamatrio.backends.cpu import flash, ops, sketch, whole_rows
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import panel_rows_kernel, quantize_rows_kernel
 from llamatrio.backends.cpu.arena import Arena, padded
@@ -18,10 +18,12 @@ from llamatrio.backends.cpu.cells import CellPool
 from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape
 from llamatrio.backends.cpu.levels import Level
-from llamatrio.backends.cpu.linear import embed_kernel, row_stride
+from llamatrio.backends.cpu.linear import row_stride
 from llamatrio.backends.cpu.plan import Plan, plan_rows
 from llamatrio.backends.cpu.rope_table import RopeTable
+from llamatrio.backends.cpu.rows import quantized_rows
 from llamatrio.backends.cpu.scratch import HEAD_ROWS, ScratchPlan, n_padded_logits, n_qkv
+from llamatrio.backends.cpu.screen import MOST_SCREENED
 from llamatrio.backends.cpu.team import Team
 from llamatrio.backends.cpu.weights import Int64Array, LoadedWeights, load_weights
 from llamatrio.errors import UnsupportedModelError
@@ -33,6 +35,9 @@ from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
 
 _INT32_LISTS = (t.TOKENS, t.POSITIONS, t.CELLS, t.OUT_ROWS, t.FULL_PLACES, t.TOP_IDS, t.TOP_LOGITS, t.LOG_SUMS)
 """Shared buffers of 4-byte words that a step's work is written to and its results are read from."""
+
+_LONGEST_PAUSE = 512
+"""Steps that read the whole head before its sketch is tried again."""
 
 
 def check_spec(spec: ModelSpec, type_k: KVType, type_v: KVType) -> None:
@@ -101,6 +106,7 @@ class Machine:
         self._ropes = ropes
         self._lists = {field: buffers[field].view(np.int32) for field in _INT32_LISTS}
         self._cell_lists, self._spans = buffers[t.CELL_LISTS].view(np.int64), buffers[t.SPANS].view(np.int64)
+        self._screening = _Screening(buffers[t.N_SCORED].view(np.int64)[:1], spec.n_vocab)
         self._cell_table: Int32Array | None = None
         """The table of the last step: its address is kept, since asking NumPy for it takes long."""
         self._cell_table_address = 0
@@ -150,6 +156,8 @@ class Machine:
             full_places[batch.full_rows] = np.arange(n_full, dtype=np.int32)
             self.step[t.FULL_OUT] = full.ctypes.data
         self.step[t.N_OUT], self.step[t.N_TOP] = n_out, k
+        may_screen = self.step[t.SKETCH] and not (batch.needs_sums or n_full) and k <= MOST_SCREENED
+        self.step[t.BY_SKETCH] = may_screen and self._screening.begin()
         return StepResults(
             self._lists[t.TOP_IDS][: n_out * k].reshape(n_out, k),
             self._lists[t.TOP_LOGITS].view(np.float32)[: n_out * k].reshape(n_out, k),
@@ -161,6 +169,32 @@ class Machine:
     @property
     def _has_flash(self) -> bool:
         return bool(self.step[t.F_FLASH_CHUNK])
+
+
+class _Screening:
+    """Whether to read the sketch first, by how many rows of the head the last step that did so had to read after all.
+
+    A try that does not pay is followed by a pause, twice as long each time. n_scored: int64 [1], where steps count.
+    """
+
+    def __init__(self, n_scored: Int64Array, n_vocab: int) -> None:
+        self._n_scored = n_scored
+        self._most = n_vocab // 3
+        self._pause = 1
+        """Steps."""
+        self._n_paused = 0
+
+    def begin(self) -> bool:
+        """Whether the next step is to try."""
+        n_scored = int(self._n_scored[0])
+        self._n_scored[0] = 0
+        if n_scored > self._most:
+            self._n_paused = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        elif n_scored:
+            self._pause = 1
+        elif self._n_paused:
+            self._n_paused -= 1
+        return not self._n_paused
 
 
 class _Rows(NamedTuple):
@@ -203,7 +237,7 @@ def build_machine(
         row[t.WINDOW] = spec.window if spec.is_windowed(layer) else 0
     step = np.zeros(t.N_STEP_FIELDS, np.int64)
     step[t.TEAM] = team.address
-    step[t.EMBEDDING], step[t.OUTPUT_NORM] = loaded.embedding, loaded.output_norm
+    step[t.EMBEDDING], step[t.OUTPUT_NORM], step[t.SKETCH] = loaded.embedding, loaded.output_norm, loaded.sketch
     _fill(step, _dimensions(spec, shapes[0], pool))
     _fill(step, _kernels(spec, shapes[0], loaded, level))
     buffers = {field: arena.take(size) for field, size in scratch.shared.items()}
@@ -267,24 +301,39 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
     def compiled(emit: Emit, name: str = "") -> int:
         return compile_kernel(name or emit.__name__, emit, level)
 
-    return _flash_kernels(spec, shape, level) | {
-        t.F_EMBED: embed_kernel(loaded.embedding_type, level),
-        t.F_QUANTIZE: quantize_rows_kernel(level),
-        t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
-        t.F_SCALE: compiled(ops.scale),
-        t.F_ADD: compiled(ops.add),
-        t.F_COPY: compiled(ops.copy),
-        t.F_NORM: compiled(ops.rms_norm),
-        t.F_NORM_ADD: compiled(ops.rms_norm_add),
-        t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
-        t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
-        t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
-        t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
-        t.F_MERGE: compiled(merge_states(d), f"merge_states_{d}"),
-        t.F_FINISH: compiled(finish_states(d), f"finish_states_{d}"),
-        t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
-        t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
-        t.F_SCAN: compiled(ops.scan_logits),
+    return (
+        _flash_kernels(spec, shape, level)
+        | _sketch_kernels(loaded, level)
+        | {
+            t.F_EMBED: loaded.embed_kernel,
+            t.F_QUANTIZE: quantize_rows_kernel(level),
+            t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
+            t.F_SCALE: compiled(ops.scale),
+            t.F_ADD: compiled(ops.add),
+            t.F_COPY: compiled(ops.copy),
+            t.F_NORM: compiled(ops.rms_norm),
+            t.F_NORM_ADD: compiled(ops.rms_norm_add),
+            t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
+            t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
+            t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
+            t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
+            t.F_MERGE: compiled(merge_states(d), f"merge_states_{d}"),
+            t.F_FINISH: compiled(finish_states(d), f"finish_states_{d}"),
+            t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
+            t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
+            t.F_SCAN: compiled(ops.scan_logits),
+        }
+    )
+
+
+def _sketch_kernels(loaded: LoadedWeights, level: Level) -> dict[int, int]:
+    if not loaded.sketch:
+        return {}
+    return {
+        t.F_SKETCH: compile_kernel("rows_q8_0_sketch", quantized_rows(sketch.Q8_SKETCH), level),
+        t.F_LENGTHS: sketch.lengths_kernel(level),
+        t.F_MAXIMA: sketch.maxima_kernel(level),
+        t.F_SCORE: whole_rows.score_kernel(level),
     }
 
 

@@ -26,6 +26,14 @@ FORMATS: dict[GGMLType, Format | FloatFormat] = {
 }
 """Every type that the kernels know."""
 
+Packing = GGMLType | Format
+"""How rows are packed: as their type is, or in a form of its own."""
+
+
+def format_of(packing: Packing) -> Format | FloatFormat:
+    """What packs and unpacks."""
+    return packing if isinstance(packing, Format) else FORMATS[packing]
+
 
 def check_matrix(name: str, type: GGMLType, k: int) -> None:
     """Raises UnsupportedModelError, naming the tensor, where there is no kernel for rows of `k` weights of `type`."""
@@ -36,21 +44,27 @@ def check_matrix(name: str, type: GGMLType, k: int) -> None:
         raise UnsupportedModelError(f"tensor {name}: expected rows of a multiple of {n_weights} weights, not {k}")
 
 
-def group_bytes(type: GGMLType, k: int) -> int:
+def group_bytes(packing: Packing, k: int) -> int:
     """Bytes of one packed group: 16 rows of `k` weights."""
-    made = FORMATS[type]
+    made = format_of(packing)
     if isinstance(made, FloatFormat):
         return k // 32 * made.tile_bytes
-    return k // block_shape(type).n_weights * made.block_bytes
+    return k // made.n_weights * made.block_bytes
 
 
-def packed_bytes(type: GGMLType, n_rows: int, k: int) -> int:
+def packed_bytes(packing: Packing, n_rows: int, k: int) -> int:
     """Bytes of a packed matrix; its rows are padded to whole groups of 16."""
-    return -(-n_rows // ROWS) * group_bytes(type, k)
+    return -(-n_rows // ROWS) * group_bytes(packing, k)
 
 
 def pack(
-    type: GGMLType, raw: UInt8Array, out: UInt8Array, *, first_group: int = 0, step: int = 1, level: Level | None = None
+    packing: Packing,
+    raw: UInt8Array,
+    out: UInt8Array,
+    *,
+    first_group: int = 0,
+    step: int = 1,
+    level: Level | None = None,
 ) -> None:
     """Packs rows of a matrix into `out`; the rows that the last group lacks become zeros.
 
@@ -65,17 +79,18 @@ def pack(
         ValueError: a shape is wrong, or `out` is too small.
     """
     n_rows, row_bytes = raw.shape
+    type = packing if isinstance(packing, GGMLType) else packing.type
     shape = block_shape(type)
     k = row_bytes // shape.n_bytes * shape.n_weights
     if type not in FORMATS or row_bytes % shape.n_bytes or k % 32:
         raise ValueError(f"expected rows of whole blocks of a known type, not {row_bytes} bytes of {type.name}")
     n_groups = -(-n_rows // ROWS)
-    size = group_bytes(type, k)
+    size = group_bytes(packing, k)
     if n_groups and out.size < (first_group + (n_groups - 1) * step + 1) * size:
         raise ValueError(f"expected room for the group {first_group + (n_groups - 1) * step}, not {out.size} bytes")
     if raw.strides[1] != 1 or not out.flags.c_contiguous or out.ndim != 1:
         raise ValueError("expected contiguous rows and a contiguous output")
-    kernel = python_function(pack_kernel(type, level), 6)
+    kernel = python_function(pack_kernel(packing, level), 6)
     whole = n_rows // ROWS
     target = out.ctypes.data + first_group * size
     kernel(raw.ctypes.data, target, raw.strides[0], k, whole, step * size)
@@ -85,13 +100,11 @@ def pack(
         kernel(padded.ctypes.data, target + whole * step * size, row_bytes, k, 1, 0)
 
 
-def pack_kernel(type: GGMLType, level: Level | None = None) -> int:
+def pack_kernel(packing: Packing, level: Level | None = None) -> int:
     """Kernel (raw, out, raw_stride, k, n_groups, group_stride): packs groups of 16 rows; strides in bytes."""
-    made = FORMATS[type]
-    quantized = isinstance(made, Format)
-    raw_bytes = block_shape(type).n_bytes * (1 if quantized else 32)
-    packed = made.block_bytes if isinstance(made, Format) else made.tile_bytes
-    n_weights = block_shape(type).n_weights if quantized else 32
+    made = format_of(packing)
+    n_weights, packed = (made.n_weights, made.block_bytes) if isinstance(made, Format) else (32, made.tile_bytes)
+    raw_bytes = n_weights // block_shape(made.type).n_weights * block_shape(made.type).n_bytes
 
     def emit(
         asm: Asm, raw: Value, out: Value, raw_stride: Value, k: Value, n_groups: Value, group_stride: Value
@@ -112,4 +125,4 @@ def pack_kernel(type: GGMLType, level: Level | None = None) -> int:
 
         asm.loop(0, n_groups, [], group)
 
-    return compile_kernel(f"pack_{type.name.lower()}", emit, level)
+    return compile_kernel(f"pack_{made.name}", emit, level)

@@ -14,14 +14,14 @@ Quantized weights, per tile of 32 k and per row, with integers I = dot(codes, x)
 Without VNNI, 8-bit codes are taken as signed bytes, less 128, and there is no minimum.
 
 Where a type has a scale for each 16 weights, the middle term is the sum over the halves: first the minima's
-products, then the scales'.
+products, then the scales'. A sketch (sketch.py) has a second minimum, which meets the length of x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from llamatrio.backends.cpu.activations import BLOCK, BLOCK_BYTES, SCALE, SUM, SUM_HIGH, SUM_LOW
+from llamatrio.backends.cpu.activations import BLOCK, BLOCK_BYTES, LENGTH, SCALE, SUM, SUM_HIGH, SUM_LOW
 from llamatrio.backends.cpu.compile import Emit
 from llamatrio.backends.cpu.formats import ROWS, Format, Unpacked
 from llamatrio.backends.cpu.formats_float import FloatFormat
@@ -96,12 +96,10 @@ def quantized_rows(made: Format) -> Emit:
         rows = [asm.at(x, asm.mul(ld_x, r)) for r in range(n_rows)]
 
         def step(offset: Value, index: Value, head: list[Value], acc: list[Value]) -> list[Value]:
-            asm.prefetch_lines(weights, asm.add(offset, PREFETCH), made.tile_bytes, _nearness(asm))
+            ahead = asm.add(made.position(asm, offset, index), PREFETCH)
+            asm.prefetch_lines(weights, ahead, made.tile_bytes, _nearness(asm))
             unpacked = made.unpack(asm, weights, offset, head)
-            if made.offset == 128 and asm.level.dot != "vnni":
-                unpacked = _signed(asm, unpacked)
-            at = asm.mul(index, BLOCK_BYTES)
-            return [_add_product(asm, made, unpacked, asm.at(row, at), a) for row, a in zip(rows, acc, strict=True)]
+            return add_products(asm, made, unpacked, [asm.at(row, asm.mul(index, BLOCK_BYTES)) for row in rows], acc)
 
         acc = for_each_tile(asm, made, weights, k, [asm.zero(vf32)] * n_rows, step)
         for r, total in enumerate(acc):
@@ -127,12 +125,19 @@ def for_each_tile(
             return step(start, i, head, carried)
 
         def tile(t: Value, carried: list[Value]) -> list[Value]:
-            offset = asm.add(start, asm.mul(t, made.tile_bytes), made.head_bytes)
+            offset = asm.add(start, asm.mul(t, made.tile_stride), made.head_bytes)
             return step(offset, asm.add(asm.mul(i, made.n_tiles), t), head, carried)
 
         return asm.loop(0, made.n_tiles, carried, tile)
 
     return asm.loop(0, asm.div(k, 32 * made.n_tiles), carried, block)
+
+
+def add_products(asm: Asm, made: Format, w: Unpacked, records: list[Value], acc: list[Value]) -> list[Value]:
+    """acc + 32 k of as many rows; `records` point at the rows' q8 records."""
+    if made.offset == 128 and asm.level.dot != "vnni":
+        w = _signed(asm, w)
+    return [_add_product(asm, made, w, record, a) for record, a in zip(records, acc, strict=True)]
 
 
 def _signed(asm: Asm, w: Unpacked) -> Unpacked:
@@ -146,9 +151,9 @@ def _add_product(asm: Asm, made: Format, w: Unpacked, record: Value, acc: Value)
     x = [asm.bitcast(asm.load_splat(record, 4 * v, i32), vbytes) for v in range(8)]
     n = len(w.scales)
     total = None
-    for minimum, at in zip(w.minima, (SUM,) if n == 1 else (SUM_LOW, SUM_HIGH), strict=False):
-        x_sum = asm.load_splat(record, at)
-        total = asm.fmul(minimum, x_sum) if total is None else asm.fma(minimum, x_sum, total)
+    for minimum, at in zip(w.minima, (SUM, LENGTH) if n == 1 else (SUM_LOW, SUM_HIGH), strict=False):
+        of_x = asm.load_splat(record, at)
+        total = asm.fmul(minimum, of_x) if total is None else asm.fma(minimum, of_x, total)
     for part, scale in enumerate(w.scales):
         quads = slice(part * 8 // n, (part + 1) * 8 // n)
         if w.minima:

@@ -10,10 +10,12 @@ from llamatrio.backends.cpu.activations import bf16_bytes, q8_bytes
 from llamatrio.backends.cpu.arena import padded
 from llamatrio.backends.cpu.attention import query_bytes, scratch_bytes
 from llamatrio.backends.cpu.attention_states import state_bytes
+from llamatrio.backends.cpu.formats import ROWS
 from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape
 from llamatrio.backends.cpu.linear import row_stride
 from llamatrio.backends.cpu.panel import scratch_bytes as panel_scratch_bytes
 from llamatrio.backends.cpu.products import LD_SLICE
+from llamatrio.backends.cpu.screen import MOST_PROBES
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT
 from llamatrio.model.spec import ModelSpec
 
@@ -88,6 +90,8 @@ def _model_buffers(spec: ModelSpec, shape: AttentionShape, rows: int) -> dict[in
         t.LOGITS: HEAD_ROWS * row_stride(n_logits),
         t.MAXIMA: 4 * HEAD_ROWS * (n_logits // BLOCK),
         t.SEGMENTS: 8 * HEAD_ROWS * -(-n_logits // SEGMENT),
+        t.THRESHOLDS: 4 * HEAD_ROWS,
+        t.N_SCORED: 8,
     }
 
 
@@ -114,4 +118,7 @@ def _private_buffers(spec: ModelSpec, shapes: list[AttentionShape], rows: int) -
         t.FLASH_PACKED: flash.packed_bytes(spec.head_dim),
         t.FLASH_STATES: flash.states_bytes(spec.head_dim, group),
         t.FLASH_SCORES: flash.scores_bytes(),
+        t.PROBES: 4 * 2 * (MOST_PROBES + ROWS),
+        t.PROBE_LOGITS: 4 * MOST_PROBES,
+        t.CANDIDATES: 4 * (SEGMENT + 2 * ROWS),
     }

@@ -87,6 +87,10 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     F_BF16,
     F_SOFT_CAP,
     F_SCAN,
+    F_SKETCH,
+    F_LENGTHS,
+    F_MAXIMA,
+    F_SCORE,
     # shared buffers
     EMBEDDING,
     OUTPUT_NORM,
@@ -112,6 +116,9 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     HEAD_ROWS,
     MAXIMA,
     SEGMENTS,
+    SKETCH,
+    THRESHOLDS,
+    N_SCORED,
     # private buffers: member i's starts at i * PRIVATE_BYTES
     PRIVATE_BYTES,
     X_PRIVATE,
@@ -127,12 +134,16 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     FLASH_PACKED,
     FLASH_STATES,
     FLASH_SCORES,
+    PROBES,
+    PROBE_LOGITS,
+    CANDIDATES,
     # one step's work
     N_ROWS,
     N_PANEL,
     N_LONE,
     N_OUT,
     N_TOP,
+    BY_SKETCH,
     BY_CHUNKS,
     TOKENS,
     POSITIONS,
@@ -147,7 +158,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     TOP_IDS,
     LOG_SUMS,
     N_STEP_FIELDS,
-) = range(100)
+) = range(111)
 
 MOST_PRIVATE_ROWS = 16
 """Decode rows up to which every member may keep its own copy of the rows (see step.py)."""

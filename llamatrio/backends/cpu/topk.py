@@ -53,6 +53,24 @@ def select_top(logits, maxima, n, k, best, ids):
                 size += 1
             elif load_f32(logits, i) > load_f32(best, 0):
                 _sift_down(best, ids, k, load_f32(logits, i), i)
+    _sort(best, ids, k)
+
+
+@inner
+def kth_largest(logits, ids, n, k, best, best_ids):
+    """The k-th largest of the logits at the n ids (int32); `best` and `best_ids` have room for k. 1 <= k <= n."""
+    for i in range(n):
+        index = int64(load_i32(ids, i))
+        if i < k:
+            _sift_up(best, best_ids, i, load_f32(logits, index), index)
+        elif load_f32(logits, index) > load_f32(best, 0):
+            _sift_down(best, best_ids, k, load_f32(logits, index), index)
+    return load_f32(best, 0)
+
+
+@inner
+def _sort(best, ids, k):
+    """A heap of k, from the best to the worst."""
     for last in range(k - 1, 0, -1):
         worst, worst_id = load_f32(best, 0), load_i32(ids, 0)
         _sift_down(best, ids, last, load_f32(best, last), int64(load_i32(ids, last)))

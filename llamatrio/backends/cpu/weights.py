@@ -1,5 +1,7 @@
 """A model's weights in the arena: packed for the kernels, in the order in which a step reads them.
 
+A head that is most of what a step reads stays in whole rows, beside a sketch of it (screen.py).
+
 The file is only mapped. Each tensor is packed straight from the mapping to its place (the packers hold no GIL, so
 two threads keep the disk and a core busy each), so the file's bytes exist once more in memory, packed, and not twice.
 """
@@ -18,8 +20,10 @@ from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.activations import PanelForm
 from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.levels import Level
-from llamatrio.backends.cpu.linear import LinearKernels, linear_kernels
-from llamatrio.backends.cpu.pack import check_matrix, pack, packed_bytes
+from llamatrio.backends.cpu.linear import LinearKernels, embed_kernel, linear_kernels
+from llamatrio.backends.cpu.pack import Packing, check_matrix, pack, packed_bytes
+from llamatrio.backends.cpu.sketch import LONGEST_ROW, Q8_SKETCH
+from llamatrio.backends.cpu.whole_rows import Q8_WHOLE
 from llamatrio.errors import ModelError, UnsupportedModelError
 from llamatrio.model.ggml_type import GGMLType
 from llamatrio.model.gguf import GGUFFile, TensorInfo
@@ -29,6 +33,8 @@ from llamatrio.model.spec import ModelSpec
 Int64Array = NDArray[np.int64]
 
 EMBEDDING_NAME, HEAD_NAME, OUTPUT_NORM_NAME = "token_embd.weight", "output.weight", "output_norm.weight"
+LEAST_SHARE = 0.5
+"""Of the bytes of all matrices: a head that has less gets no sketch, which takes memory."""
 _N_LOADERS = 2
 
 _VECTORS = {
@@ -73,8 +79,10 @@ class LoadedWeights:
     layers: Int64Array
     matrices: Int64Array
     embedding: int
-    embedding_type: GGMLType
+    embed_kernel: int
     output_norm: int
+    sketch: int
+    """Of the head; 0 where it has none."""
     panel_form: PanelForm | None
     """The form of activations that every matrix's panel kernel reads; None where one has none, or they differ."""
 
@@ -90,6 +98,9 @@ def weights_bytes(file: GGUFFile, spec: ModelSpec) -> int:
     for part in layer_parts(spec).values():
         parts.setdefault(part.name, []).append(part.n_rows)
     total = 0
+    if has_sketch(file, spec):
+        head = file.tensors[head_name(spec)]
+        total = padded(packed_bytes(Q8_SKETCH, head.shape[0], head.shape[1]))
     for name, tensor in file.tensors.items():
         if len(tensor.shape) == 1:
             total += padded(4 * tensor.shape[0])
@@ -111,6 +122,23 @@ def check_weights(file: GGUFFile, spec: ModelSpec) -> None:
     _check_matrix(file, EMBEDDING_NAME)
     if not spec.tied_head:
         _check_matrix(file, HEAD_NAME)
+
+
+def head_name(spec: ModelSpec) -> str:
+    """The tensor that makes logits."""
+    return EMBEDDING_NAME if spec.tied_head else HEAD_NAME
+
+
+def has_sketch(file: GGUFFile, spec: ModelSpec) -> bool:
+    """Whether the likeliest tokens are found by a sketch of the head."""
+    head = file.tensors[head_name(spec)]
+    read = sum(tensor.nbytes for tensor in file.tensors.values() if len(tensor.shape) == 2)
+    if not spec.tied_head:
+        read -= file.tensors[EMBEDDING_NAME].nbytes
+    k = head.shape[1]
+    fits = head.type == GGMLType.Q8_0 and k <= LONGEST_ROW and k % Q8_WHOLE.n_weights == 0
+    # A soft cap keeps the order, but not in the last bit.
+    return fits and not spec.final_softcap and head.nbytes > LEAST_SHARE * read
 
 
 def _find(file: GGUFFile, name: str) -> TensorInfo:
@@ -142,14 +170,16 @@ def load_weights(file: GGUFFile, spec: ModelSpec, arena: Arena, level: Level) ->
                 loader.matrix(part._replace(name=prefix + part.name), row)
         panel_form = _common_panel_form(loader.kernels.values())
         output_norm = loader.vector(OUTPUT_NORM_NAME)
-        head = EMBEDDING_NAME if spec.tied_head else HEAD_NAME
-        loader.matrix(Part(head, 0, spec.n_vocab), matrices[-1])
-        embedding = int(matrices[-1, t.M_ADDRESS])
-        if not spec.tied_head:
-            embedding = loader.place(Part(EMBEDDING_NAME, 0, spec.n_vocab))
+        head, embedding = Part(head_name(spec), 0, spec.n_vocab), Part(EMBEDDING_NAME, 0, spec.n_vocab)
+        is_sketched = has_sketch(file, spec)
+        head_packing = Q8_WHOLE if is_sketched else file.tensors[head.name].type
+        loader.matrix(head, matrices[-1], head_packing)
+        sketch = loader.place(head, Q8_SKETCH) if is_sketched else 0
+        embedding_packing = head_packing if spec.tied_head else file.tensors[embedding.name].type
+        embedding_at = int(matrices[-1, t.M_ADDRESS]) if spec.tied_head else loader.place(embedding, embedding_packing)
         loader.finish()
-    embedding_type = file.tensors[EMBEDDING_NAME].type
-    return LoadedWeights(layers, matrices, embedding, embedding_type, output_norm, panel_form)
+    embed = embed_kernel(embedding_packing, level)
+    return LoadedWeights(layers, matrices, embedding_at, embed, output_norm, sketch, panel_form)
 
 
 def _common_panel_form(kernels: Iterable[LinearKernels]) -> PanelForm | None:
@@ -163,7 +193,7 @@ class _Loader:
     def __init__(self, file: GGUFFile, arena: Arena, level: Level, pool: ThreadPoolExecutor) -> None:
         self.file, self.arena, self.level, self.pool = file, arena, level, pool
         self.pending: list[Future[None]] = []
-        self.kernels: dict[GGMLType, LinearKernels] = {}
+        self.kernels: dict[Packing, LinearKernels] = {}
 
     def vector(self, name: str) -> int:
         """Address of a one-dimensional tensor as f32."""
@@ -172,21 +202,21 @@ class _Loader:
         place.view(np.float32)[:] = values
         return int(place.ctypes.data)
 
-    def place(self, part: Part) -> int:
+    def place(self, part: Part, packing: Packing) -> int:
         """Address at which a matrix is being packed."""
-        tensor = self.file.tensors[part.name]
-        place = self.arena.take(packed_bytes(tensor.type, part.n_rows, tensor.shape[1]))
+        place = self.arena.take(packed_bytes(packing, part.n_rows, self.file.tensors[part.name].shape[1]))
         raw = self.file.data(part.name)[part.first : part.first + part.n_rows]
-        self.pending.append(self.pool.submit(pack, tensor.type, raw, place, level=self.level))
+        self.pending.append(self.pool.submit(pack, packing, raw, place, level=self.level))
         return int(place.ctypes.data)
 
-    def matrix(self, part: Part, row: Int64Array) -> None:
-        """Fills a row of the table of matrices."""
+    def matrix(self, part: Part, row: Int64Array, packing: Packing | None = None) -> None:
+        """Fills a row of the table of matrices. Packed as its type is, unless told otherwise."""
         tensor = self.file.tensors[part.name]
-        if tensor.type not in self.kernels:
-            self.kernels[tensor.type] = linear_kernels(tensor.type, self.level)
-        kernels = self.kernels[tensor.type]
-        row[t.M_ADDRESS] = self.place(part)
+        packing = packing or tensor.type
+        if packing not in self.kernels:
+            self.kernels[packing] = linear_kernels(packing, self.level)
+        kernels = self.kernels[packing]
+        row[t.M_ADDRESS] = self.place(part, packing)
         row[t.M_GROUPS] = -(-part.n_rows // 16)
         row[t.M_K] = tensor.shape[1]
         row[t.M_ROWS_KERNEL] = kernels.rows
