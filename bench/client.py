@@ -1,7 +1,9 @@
 """A streaming client that leaves the processor to the server it measures.
 
 One thread, plain sockets and a selector. Bytes are kept as they come, each piece with its time, and scanned when
-somebody asks for what is in them; only the last event of an answer is parsed.
+somebody asks for what is in them; only the last event of an answer is parsed. The time is the kernel's, when the bytes
+arrived (Linux): the server's threads may have all cores, and how long a client waits for one is not the server's doing.
+Where several arrivals are read at once, all have the time of the last.
 HTTP/1.1 takes one connection for each stream, HTTP/2 (prior knowledge) one for all.
 
     with Http1Client(port) as client:
@@ -14,6 +16,8 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -31,6 +35,22 @@ PATIENCE = 600.0
 WIDE = 2**31 - 1
 READ_SIZE = 1 << 14
 """Small: Python allocates as much for every read, and from 128 KiB on the system maps fresh pages for it."""
+_STAMPS = 35 if sys.platform == "linux" else None
+"""SO_TIMESTAMPNS, which Python does not name, and the kind of message it brings."""
+_TIMESPEC = struct.Struct("@qq")
+_EPOCH = time.time() - time.perf_counter()
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, float]:
+    """What has come, and when it came."""
+    if _STAMPS is None:
+        return sock.recv(READ_SIZE), time.perf_counter()
+    data, messages, _, _ = sock.recvmsg(READ_SIZE, socket.CMSG_SPACE(_TIMESPEC.size))
+    for level, kind, value in messages:
+        if (level, kind) == (socket.SOL_SOCKET, _STAMPS):
+            seconds, nanoseconds = _TIMESPEC.unpack(value)
+            return data, seconds - _EPOCH + nanoseconds * 1e-9
+    return data, time.perf_counter()
 
 
 class Stream:
@@ -147,6 +167,8 @@ class _Selecting:
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self._port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _STAMPS is not None:
+            sock.setsockopt(socket.SOL_SOCKET, _STAMPS, 1)
         return sock
 
 
@@ -161,7 +183,7 @@ class Http1Client(_Selecting):
         answer = _Http1Answer(stream)
 
         def read() -> None:
-            answer.feed(sock.recv(READ_SIZE), time.perf_counter())
+            answer.feed(*_receive(sock))
             if stream.is_done:
                 self._selector.unregister(sock)
                 sock.close()
@@ -217,7 +239,7 @@ class Http2Client(_Selecting):
         self._h2.initiate_connection()
         self._h2.increment_flow_control_window(WIDE - 65535)
         self._sock = self._connect()
-        self._selector.register(self._sock, selectors.EVENT_READ, self._receive)
+        self._selector.register(self._sock, selectors.EVENT_READ, self._read_frames)
         self._flush()
 
     def start(self, body: dict[str, Any], *, keep_body: bool = False) -> Stream:
@@ -241,9 +263,8 @@ class Http2Client(_Selecting):
         if pending := self._h2.data_to_send():
             self._sock.sendall(pending)
 
-    def _receive(self) -> None:
-        data = self._sock.recv(READ_SIZE)
-        now = time.perf_counter()
+    def _read_frames(self) -> None:
+        data, now = _receive(self._sock)
         if not data:
             raise ConnectionError("the server closed the connection")
         data = self._rest + data
@@ -276,3 +297,7 @@ class Http2Client(_Selecting):
             elif isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated):
                 raise ConnectionError(f"the server gave up: {event}")
         self._flush()
+
+
+CLIENTS: dict[str, type[Http1Client] | type[Http2Client]] = {"http/1.1": Http1Client, "http/2": Http2Client}
+"""By protocol."""

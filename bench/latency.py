@@ -1,10 +1,11 @@
-"""What HTTP adds to a token: from the moment the engine hands out a step's tokens until the client has read its own.
+"""What HTTP adds to a token: from the moment the engine hands out a step's tokens until it is in the client's socket.
 
     python -m bench.latency -m MODEL [--streams 8] [--rounds 5] [--out FILE]
 
 The server runs as a process, with one addition: it notes when each token is handed out, on the clock that all processes
-of a machine share. The client is on the same cores. A step hands its tokens out one stream after the other, so the
-figure of the last stream has the writing of all others in it. The goal: below 1 ms at p99 with 8 streams.
+of a machine share. When a token arrived is what the kernel says. The client is on the same cores. A step hands its
+tokens out one stream after the other, so the figure of the last stream has the writing of all others in it. The goal:
+below 1 ms at p99 with 8 streams.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from bench.client import Client, Http1Client, Http2Client, Stream
+from bench.client import CLIENTS, Client, Stream
 from bench.common import Figures, Prompts, completion, finish, machine, medians, model_parser, percentile, print_table
 from bench.servers import running, stop_on_sigterm
 from bench.workloads import time_together
 
 GOAL_MS = 1.0
 N_PROMPT, N_PREDICT = 64, 256
-CLIENTS: dict[str, type[Http1Client] | type[Http2Client]] = {"http/1.1": Http1Client, "http/2": Http2Client}
 
 
 def serve_and_note(file: Path, command: list[str]) -> None:

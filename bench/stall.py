@@ -13,7 +13,6 @@ ended. So it holds every save, whether a server makes it when a sequence ends or
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from bench.common import (
     leave_no_garbage_to_collect,
     machine,
     medians,
+    model_parser,
     percentile,
     print_table,
     ratio_of_pairs,
@@ -172,12 +172,8 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser = model_parser(__doc__, n_rounds=3)
     parser.add_argument("--quick", action="store_true", help="shorter prompts: shows that it works, not how well")
-    parser.add_argument("--out", type=Path, help="write the JSON line here too")
     args = parser.parse_args()
     stop_on_sigterm()
     peer = os.environ.get("LLAMA_SERVER")

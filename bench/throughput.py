@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from bench.client import Http1Client, Http2Client, Stream
+from bench.client import CLIENTS, Stream
 from bench.common import (
     Figures,
     Prompts,
@@ -38,8 +38,8 @@ from llamatrio.server.results import timings
 
 N_SLOTS, N_CTX = 8, 8192
 GOAL = 0.95
-ENGINE, H1, H2 = "engine", "http/1.1", "http/2"
-WAYS = (ENGINE, H1, H2)
+ENGINE, PROTOCOLS = "engine", tuple(CLIENTS)
+WAYS = (ENGINE, *PROTOCOLS)
 
 Body = dict[str, Any]
 
@@ -98,9 +98,9 @@ async def through_engine(engine: Engine, bodies: Sequence[Body]) -> list[Stream]
     return list(streams)
 
 
-def through_http(client_kind: type[Http1Client] | type[Http2Client], port: int, bodies: Sequence[Body]) -> list[Stream]:
+def through_http(protocol: str, port: int, bodies: Sequence[Body]) -> list[Stream]:
     """Runs all requests at once on the server. Blocks: the engine of this process has nothing to do meanwhile."""
-    with client_kind(port) as client:
+    with CLIENTS[protocol](port) as client:
         streams = [client.start(body) for body in bodies]
         client.wait_until(lambda: all(stream.is_done for stream in streams))
     return streams
@@ -122,7 +122,7 @@ async def measure(args: argparse.Namespace, works: Sequence[Work]) -> list[dict[
             async def run(way: str, bodies: Sequence[Body]) -> list[Stream]:
                 if way == ENGINE:
                     return await through_engine(engine, bodies)
-                return through_http(Http1Client if way == H1 else Http2Client, server.port, bodies)
+                return through_http(way, server.port, bodies)
 
             for way in WAYS:
                 await run(way, Work(N_SLOTS, PROMPT, 16).bodies(prompts, ("warm-up", way)))
@@ -151,11 +151,11 @@ def main() -> None:
     found = {way: medians([one[way] for one in rounds]) for way in WAYS}
     shares = {
         way: {w.name: ratio_of_pairs(*([one[x][w.name] for one in rounds] for x in (way, ENGINE))) for w in works}
-        for way in (H1, H2)
+        for way in PROTOCOLS
     }
-    rows = [[w.name, *(found[way][w.name] for way in WAYS), *(shares[way][w.name] for way in (H1, H2))] for w in works]
-    print_table(["tokens/s", *WAYS, f"{H1} / engine", f"{H2} / engine"], rows)
-    for way in (H1, H2):
+    rows = [[w.name, *(found[way][w.name] for way in WAYS), *(shares[way][w.name] for way in PROTOCOLS)] for w in works]
+    print_table(["tokens/s", *WAYS, *(f"{way} / engine" for way in PROTOCOLS)], rows)
+    for way in PROTOCOLS:
         share = shares[way]["streams_8"]
         print(
             f"{way} at 8 streams: {share:.1%} of the engine (goal {GOAL:.0%}: {'met' if share >= GOAL else 'missed'})"

@@ -7,6 +7,7 @@ prompt pieces are the same in both runs of each pair: a prompt is cut where its 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from e2e_tools import (
     settled,
 )
 
+from llamatrio.backends.cpu import weights
 from llamatrio.engine.engine import Engine
 from llamatrio.sched.types import SamplingParams
 
@@ -209,3 +211,15 @@ async def test_a_preempted_stream_resumes_with_the_same_ids_when_the_cache_is_of
     for one, other, n in zip(expected, found, n_clear, strict=True):
         assert one.ids[:n] == other.ids[:n]
     assert sum(n_clear) > 120, "too few choices were clear for this to mean anything"
+
+
+async def test_asking_for_probabilities_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody asks, most of the head is not read."""
+    monkeypatch.setattr(weights, "LEAST_SHARE", 0.0)
+    async with open_tiny(MODELS / "tiny-qwen3-wide-q8_0.gguf", n_ctx=1024, n_parallel=3) as engine:
+        silent = await run_all(engine, CLEAR, 40, replace(SAMPLED, n_probs=0))
+        asked = await run_all(engine, CLEAR, 40, SAMPLED)
+    for one, other in zip(silent, asked, strict=True):
+        assert one.ids == other.ids
+        assert all(math.isfinite(choice.logprob) for choice in other.probs)
+        assert len(other.probs) == 40

@@ -70,7 +70,7 @@ class RawBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Format(ABC):
-    """A quantized type. Subclasses say where codes and scales come from; here is what all share."""
+    """A quantized type in packed form, tile by tile."""
 
     type: GGMLType
     stored_bits: int
@@ -131,7 +131,27 @@ class Format(ABC):
         """Bytes of a group before tile `index`, which is at `offset`, when it is read in order."""
         return offset
 
-    # ---- what a type defines
+    @abstractmethod
+    def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
+        """Packs n_weights of 16 rows to base + offset."""
+
+    @abstractmethod
+    def unpack(self, asm: Asm, base: Value, offset: Offset, head: Sequence[Value]) -> Unpacked:
+        """Loads the tile at base + offset."""
+
+    def load_head(self, asm: Asm, base: Value, offset: Offset) -> list[Value]:
+        """The head at base + offset, as 16 x f32 each."""
+        return [asm.load_f16(base, asm.add(offset, 2 * ROWS * n)) for n in range(len(self.head_at))]
+
+    def offset_minima(self, asm: Asm, scales: Sequence[Value]) -> list[Value]:
+        """The minima of a signed format."""
+        return [asm.fmul(scale, asm.splat_f32(-self.offset)) for scale in scales]
+
+
+class Interleaved(Format):
+    """A type that is packed as the module says. Subclasses say where codes and scales come from."""
+
+    __slots__ = ()
 
     @abstractmethod
     def read_codes(self, raw: RawBlocks, tile: int) -> list[Value]:
@@ -147,10 +167,7 @@ class Format(ABC):
     ) -> tuple[list[Value], list[Value]]:
         """Scales and minima of the tile whose scales are at base + offset."""
 
-    # ---- what all types share
-
     def pack(self, asm: Asm, raw: RawBlocks, base: Value, offset: Offset) -> None:
-        """Packs n_weights of 16 rows to base + offset."""
         for n, at in enumerate(self.head_at):
             asm.store(raw.halves(at), base, asm.add(offset, 2 * ROWS * n))
         for tile in range(self.n_tiles):
@@ -158,21 +175,12 @@ class Format(ABC):
             _store_codes(asm, self.read_codes(raw, tile), self.stored_bits, base, at)
             self.pack_scales(asm, raw, tile, base, asm.add(at, 64 * self.stored_bits))
 
-    def load_head(self, asm: Asm, base: Value, offset: Offset) -> list[Value]:
-        """The head at base + offset, as 16 x f32 each."""
-        return [asm.load_f16(base, asm.add(offset, 2 * ROWS * n)) for n in range(len(self.head_at))]
-
     def unpack(self, asm: Asm, base: Value, offset: Offset, head: Sequence[Value]) -> Unpacked:
-        """Loads the tile at base + offset."""
         codes = _load_codes(asm, self.stored_bits, base, offset)
         if self.table is not None:
             codes = [asm.lookup16(self.table, code) for code in codes]
         scales, minima = self.load_scales(asm, base, asm.add(offset, 64 * self.stored_bits), head)
         return Unpacked(codes, scales, minima)
-
-    def offset_minima(self, asm: Asm, scales: Sequence[Value]) -> list[Value]:
-        """The minima of a signed format."""
-        return [asm.fmul(scale, asm.splat_f32(-self.offset)) for scale in scales]
 
 
 def _store_codes(asm: Asm, words: list[Value], bits: int, base: Value, offset: Offset) -> None:

@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from llamatrio.backends.cpu.format_fields import byte_of, bytes_f32, k_scales, masked, nibble_words
-from llamatrio.backends.cpu.formats import Format, RawBlocks
+from llamatrio.backends.cpu.formats import Interleaved, RawBlocks
 from llamatrio.backends.cpu.formats_32 import IQ4_CODES
 from llamatrio.backends.cpu.vector import Asm, Offset, Value, i8, vi8, vi32
 from llamatrio.model.ggml_type import GGMLType, block_shape
 
 
-class _Q4K(Format):
+class _Q4K(Interleaved):
     """d, dmin f16; 8 x (6-bit scale, 6-bit minimum) in 12 bytes; [32 bytes of fifth bits]; 128 bytes of nibbles."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class _Q5K(_Q4K):
         return [asm.builder.or_(a, b) for a, b in zip(low, high, strict=True)]
 
 
-class _SignedScales(Format):
+class _SignedScales(Interleaved):
     """Signed formats with one head scale d, and in each tile one or two signed bytes of scale for each row."""
 
     __slots__ = ()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamatrio.backends.cpu.format_fields import nibble_words, with_fifth_bits
-from llamatrio.backends.cpu.formats import Format, RawBlocks
+from llamatrio.backends.cpu.formats import Interleaved, RawBlocks
 from llamatrio.backends.cpu.vector import Asm, Offset, Value, vf32, vi8, vi32
 from llamatrio.model.ggml_type import GGMLType
 
 
-class Block32(Format):
+class Block32(Interleaved):
     """d f16 [, m f16], [fifth bits], codes: the tile's scales are d[16] [, m[16]] as halves."""
 
     __slots__ = ()

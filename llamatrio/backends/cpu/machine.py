@@ -240,6 +240,7 @@ def build_machine(
     step[t.EMBEDDING], step[t.OUTPUT_NORM], step[t.SKETCH] = loaded.embedding, loaded.output_norm, loaded.sketch
     _fill(step, _dimensions(spec, shapes[0], pool))
     _fill(step, _kernels(spec, shapes[0], loaded, level))
+    _fill(step, _sketch_kernels(loaded, level))
     buffers = {field: arena.take(size) for field, size in scratch.shared.items()}
     _fill(step, {field: buffer.ctypes.data for field, buffer in buffers.items()})
     _place_private(step, scratch, arena)
@@ -301,29 +302,25 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
     def compiled(emit: Emit, name: str = "") -> int:
         return compile_kernel(name or emit.__name__, emit, level)
 
-    return (
-        _flash_kernels(spec, shape, level)
-        | _sketch_kernels(loaded, level)
-        | {
-            t.F_EMBED: loaded.embed_kernel,
-            t.F_QUANTIZE: quantize_rows_kernel(level),
-            t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
-            t.F_SCALE: compiled(ops.scale),
-            t.F_ADD: compiled(ops.add),
-            t.F_COPY: compiled(ops.copy),
-            t.F_NORM: compiled(ops.rms_norm),
-            t.F_NORM_ADD: compiled(ops.rms_norm_add),
-            t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
-            t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
-            t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
-            t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
-            t.F_MERGE: compiled(merge_states(d), f"merge_states_{d}"),
-            t.F_FINISH: compiled(finish_states(d), f"finish_states_{d}"),
-            t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
-            t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
-            t.F_SCAN: compiled(ops.scan_logits),
-        }
-    )
+    return _flash_kernels(spec, shape, level) | {
+        t.F_EMBED: loaded.embed_kernel,
+        t.F_QUANTIZE: quantize_rows_kernel(level),
+        t.F_BF16: panel_rows_kernel(loaded.panel_form or "bf16", level),
+        t.F_SCALE: compiled(ops.scale),
+        t.F_ADD: compiled(ops.add),
+        t.F_COPY: compiled(ops.copy),
+        t.F_NORM: compiled(ops.rms_norm),
+        t.F_NORM_ADD: compiled(ops.rms_norm_add),
+        t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
+        t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
+        t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
+        t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,
+        t.F_MERGE: compiled(merge_states(d), f"merge_states_{d}"),
+        t.F_FINISH: compiled(finish_states(d), f"finish_states_{d}"),
+        t.F_GATE: compiled(ops.silu_mul if spec.activation == "silu" else ops.gelu_mul),
+        t.F_SOFT_CAP: compiled(ops.soft_cap) if spec.final_softcap else 0,
+        t.F_SCAN: compiled(ops.scan_logits),
+    }
 
 
 def _sketch_kernels(loaded: LoadedWeights, level: Level) -> dict[int, int]:

@@ -212,7 +212,7 @@ class _Loader:
     def matrix(self, part: Part, row: Int64Array, packing: Packing | None = None) -> None:
         """Fills a row of the table of matrices. Packed as its type is, unless told otherwise."""
         tensor = self.file.tensors[part.name]
-        packing = packing or tensor.type
+        packing = tensor.type if packing is None else packing
         if packing not in self.kernels:
             self.kernels[packing] = linear_kernels(packing, self.level)
         kernels = self.kernels[packing]

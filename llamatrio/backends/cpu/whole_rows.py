@@ -65,17 +65,6 @@ class _Q8Whole(Format):
         quads = _transposed(asm, [asm.load(row, 0, vec(i32, 8)) for row in rows])
         return Unpacked([asm.bitcast(quad, vbytes) for quad in quads], [scales], self.offset_minima(asm, [scales]))
 
-    def read_codes(self, raw: RawBlocks, tile: int) -> list[Value]:
-        raise NotImplementedError("rows are packed as they are")
-
-    def pack_scales(self, asm: Asm, raw: RawBlocks, tile: int, base: Value, offset: Offset) -> None:
-        raise NotImplementedError("rows are packed as they are")
-
-    def load_scales(
-        self, asm: Asm, base: Value, offset: Offset, head: Sequence[Value]
-    ) -> tuple[list[Value], list[Value]]:
-        raise NotImplementedError("tiles are unpacked as a whole")
-
 
 Q8_WHOLE = _Q8Whole(GGMLType.Q8_0, stored_bits=8, scale_bytes=32, offset=128)
 
