@@ -32,6 +32,7 @@ from hypercorn.typing import TaskGroup
 from hypercorn.utils import filter_pseudo_headers
 
 from llamatrio.server.direct import DirectTasks
+from llamatrio.server.h2_data import send_data
 from llamatrio.server.http1_guard import is_servable_target
 from llamatrio.server.outbox import HIGH_WATER, Outbox
 
@@ -290,7 +291,7 @@ class Http2(H2Protocol):
             size = max(0, min(len(outbox.data), window, self.connection.max_outbound_frame_size))
             is_last = outbox.is_complete and size == len(outbox.data)
             if size or is_last:
-                self.connection.send_data(stream_id, outbox.take(size), end_stream=is_last)
+                send_data(self.connection, stream_id, outbox.take(size), end_stream=is_last)
         except (h2.exceptions.ProtocolError, KeyError):
             self._drop_outbox(stream_id)  # reset by the peer while the bytes waited
             return 0
