@@ -4,7 +4,8 @@
 
 8 slots, one KV pool of 20,480 q8_0 cells. Seven streams with prompts of 1,800 tokens start together. Four end after
 120 tokens each; three stream on. When the four have ended, three short requests come, 0.15 s apart. Servers with
-saves on and with `--no-cache-idle-slots` are started afresh and alternate.
+saves on and with `--no-cache-idle-slots` are started afresh and alternate; every other round the order is turned round,
+since whoever comes first finds the memory that others have left.
 
 The gaps between the tokens of the three streams that run on are taken from one window, the same for every server:
 from the first ending of the four (or from when all seven run, if that is later) until the last newcomer has
@@ -138,14 +139,16 @@ def measure(
     leave_no_garbage_to_collect()
     runs: dict[str, list[Figures]] = {}
     for number in range(rounds):
-        for mode in modes(model, threads, peer):
+        in_order = modes(model, threads, peer)
+        for mode in in_order if number % 2 else reversed(in_order):
             with running(mode.name, mode.command) as server:
                 found = play(server, prompts, scenario, number)
                 if mode.is_ours:
                     found["saves"] = check_saves(server, mode)
             runs.setdefault(mode.name, []).append(found)
             print(f"{label}round {number + 1}: {mode.name:24} largest gap {found['gap_max_ms']:.1f} ms", flush=True)
-    result: dict[str, Any] = {"servers": {name: medians(found) for name, found in runs.items()}, "runs": runs}
+    names = [mode.name for mode in modes(model, threads, peer)]
+    result: dict[str, Any] = {"servers": {name: medians(runs[name]) for name in names}, "runs": runs}
     for name in ("llamatrio", "llama-server"):
         if f"{name} saves" in runs:
             with_saves, without = (
