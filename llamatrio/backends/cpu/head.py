@@ -8,6 +8,8 @@ Where nothing but the likeliest tokens is wanted and the head has a sketch, most
 
 from __future__ import annotations
 
+import math
+
 from numba import float32, int64
 
 from llamatrio.backends.cpu import tables as t
@@ -15,7 +17,7 @@ from llamatrio.backends.cpu.call import call_kernel
 from llamatrio.backends.cpu.native import inner, load_i32, store_f32
 from llamatrio.backends.cpu.ops import MASKED
 from llamatrio.backends.cpu.products import is_private, share, x_row
-from llamatrio.backends.cpu.screen import screen_rows
+from llamatrio.backends.cpu.screen import read_candidates
 from llamatrio.backends.cpu.team import barrier
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT, log_sum_exp, select_top
 
@@ -59,19 +61,23 @@ def _head_inputs(step, layers, matrices, member, n_members):
 
 @inner
 def _head_product(step, matrices, first_place, m, member, n_members):
+    """Logits of m rows, or bounds of them."""
     head = matrices[len(matrices) - 1]
     n_embd, ld_out = step[t.N_EMBD], step[t.LD_LOGITS]
+    kernel, address = head[t.M_ROWS_KERNEL], head[t.M_ADDRESS]
+    if step[t.BY_SKETCH]:
+        kernel, address = step[t.F_SKETCH], step[t.SKETCH]
     x = step[t.HEAD_F32] + 4 * first_place * n_embd
     if head[t.M_TAKES_Q8]:
         x = step[t.HEAD_Q8] + 2 * first_place * n_embd
     g0, g1 = share(head[t.M_GROUPS], member, n_members)
     if g0 < g1:
-        call_kernel(head[t.M_ROWS_KERNEL], head[t.M_ADDRESS], x, step[t.LOGITS], m, n_embd, ld_out, g0, g1)
+        call_kernel(kernel, address, x, step[t.LOGITS], m, n_embd, ld_out, g0, g1)
 
 
 @inner
 def _scan_segments(step, m, member, n_members):
-    """Soft cap, block maxima and sums of exponentials of m rows of logits, shared by segments."""
+    """Soft cap, block maxima and (of logits) sums of exponentials of m rows, shared by segments."""
     n_logits = step[t.N_LOGITS]
     n_segments = (n_logits + SEGMENT - 1) // SEGMENT
     first, last = share(m * n_segments, member, n_members)
@@ -84,7 +90,10 @@ def _scan_segments(step, m, member, n_members):
         for i in range(max(0, step[t.N_VOCAB] - start), n):
             store_f32(logits, i, float32(MASKED))
         maxima = step[t.MAXIMA] + 4 * ((place * n_logits + start) // BLOCK)
-        call_kernel(step[t.F_SCAN], logits, n, maxima, step[t.SEGMENTS] + 8 * unit)
+        if step[t.BY_SKETCH]:
+            call_kernel(step[t.F_MAXIMA], logits, n, maxima)
+        else:
+            call_kernel(step[t.F_SCAN], logits, n, maxima, step[t.SEGMENTS] + 8 * unit)
 
 
 @inner
@@ -95,7 +104,9 @@ def _select_rows(step, first_place, m, member, n_members):
     first, last = share(m, member, n_members)
     for i in range(first, last):
         place, logits = first_place + i, step[t.LOGITS] + i * step[t.LD_LOGITS]
-        log_sum = log_sum_exp(step[t.SEGMENTS] + 8 * i * n_segments, n_segments)
+        log_sum = math.nan
+        if not step[t.BY_SKETCH]:
+            log_sum = log_sum_exp(step[t.SEGMENTS] + 8 * i * n_segments, n_segments)
         store_f32(step[t.LOG_SUMS], place, float32(log_sum))
         maxima = step[t.MAXIMA] + 4 * i * (n_logits // BLOCK)
         at = 4 * place * k
@@ -112,11 +123,11 @@ def step_head(step, layers, matrices, team, member, n_members):
     for first_place in range(0, step[t.N_OUT], step[t.HEAD_ROWS]):
         m = min(step[t.HEAD_ROWS], step[t.N_OUT] - first_place)
         barrier(team, member)
-        if step[t.BY_SKETCH]:
-            screen_rows(step, matrices, first_place, m, team, member, n_members)
-            continue
         _head_product(step, matrices, first_place, m, member, n_members)
         barrier(team, member)
         _scan_segments(step, m, member, n_members)
         barrier(team, member)
+        if step[t.BY_SKETCH]:
+            read_candidates(step, matrices, first_place, m, team, member, n_members)
+            barrier(team, member)
         _select_rows(step, first_place, m, member, n_members)

@@ -329,7 +329,7 @@ def _sketch_kernels(loaded: LoadedWeights, level: Level) -> dict[int, int]:
     return {
         t.F_SKETCH: compile_kernel("rows_q8_0_sketch", quantized_rows(sketch.Q8_SKETCH), level),
         t.F_LENGTHS: sketch.lengths_kernel(level),
-        t.F_MAXIMA: sketch.maxima_kernel(level),
+        t.F_MAXIMA: compile_kernel("block_maxima", ops.block_maxima, level),
         t.F_SCORE: whole_rows.score_kernel(level),
     }
 

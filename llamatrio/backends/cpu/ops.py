@@ -257,6 +257,26 @@ def capped(a: Asm, v: Value, cap: Value) -> Value:
     return a.fmul(cap, a.fsub(one, a.fdiv(a.splat_f32(2.0), a.fadd(e, one))))
 
 
+def block_maxima(a: Asm, x: Value, n: Value, maxima: Value) -> None:
+    """maxima (f32 [n / 64]): largest of each 64. n is a multiple of 64."""
+    x, maxima = a.pointer(x), a.pointer(maxima)
+
+    def block(i: Value, _: list[Value]) -> list[Value]:
+        _store_maximum(a, x, i, maxima)
+        return []
+
+    a.loop(0, n, [], block, step=64)
+
+
+def _store_maximum(a: Asm, x: Value, i: Value, maxima: Value) -> Value:
+    """Stores the largest of the 64 from x[i] on; returns the largest of each 4 vectors' lanes."""
+    o = a.mul(i, F32)
+    v = [a.load(x, a.add(o, VECTOR * j), vf32) for j in range(4)]
+    largest = a.fmax(a.fmax(v[0], v[1]), a.fmax(v[2], v[3]))
+    a.store(a.reduce_max(largest), maxima, a.div(o, 64))
+    return largest
+
+
 def scan_logits(a: Asm, x: Value, n: Value, maxima: Value, segment: Value) -> None:
     """maxima (f32 [n / 64]): largest of each 64. segment (f32 [2]): largest of all, sum of exp(x - largest).
 
@@ -265,11 +285,7 @@ def scan_logits(a: Asm, x: Value, n: Value, maxima: Value, segment: Value) -> No
     x, maxima, segment = a.pointer(x), a.pointer(maxima), a.pointer(segment)
 
     def block(i: Value, carried: list[Value]) -> list[Value]:
-        o = a.mul(i, F32)
-        v = [a.load(x, a.add(o, VECTOR * j), vf32) for j in range(4)]
-        largest = a.fmax(a.fmax(v[0], v[1]), a.fmax(v[2], v[3]))
-        a.store(a.reduce_max(largest), maxima, a.div(o, 64))
-        return [a.fmax(carried[0], largest)]
+        return [a.fmax(carried[0], _store_maximum(a, x, i, maxima))]
 
     (largest,) = a.loop(0, n, [a.splat_f32(MASKED)], block, step=64)
     top = a.reduce_max(largest)

@@ -7,8 +7,8 @@ some hundreds or thousands of a vocabulary of 262,144. Logits are the same bits 
 (whole_rows.py), and so are ids, logits and their order. The sum over all exponentials stays unknown, so steps whose
 probabilities somebody wants read the whole head.
 
-The phases, each ending at a barrier: bounds, their maxima by blocks, probes by rows, candidates by segments, selection
-by rows. LOGITS holds bounds first; where a row was read its logit replaces the bound.
+The phases are those of the whole product (head.py), on bounds instead of logits, and two between them and the
+selection: probes by rows, candidates by segments. Where a row was read its logit replaces the bound.
 """
 
 # Numba infers the types of compiled functions itself.
@@ -16,15 +16,12 @@ by rows. LOGITS holds bounds first; where a row was read its logit replaces the 
 
 from __future__ import annotations
 
-import math
-
-from numba import float32, int32
+from numba import int32
 
 from llamatrio.backends.cpu import tables as t
 from llamatrio.backends.cpu.call import call_kernel
 from llamatrio.backends.cpu.formats import ROWS
 from llamatrio.backends.cpu.native import atomic_add, inner, load_f32, load_i32, store_f32, store_i32
-from llamatrio.backends.cpu.ops import MASKED
 from llamatrio.backends.cpu.products import share
 from llamatrio.backends.cpu.team import barrier
 from llamatrio.backends.cpu.topk import BLOCK, SEGMENT, kth_largest, select_top
@@ -37,39 +34,11 @@ MOST_PROBES = MOST_SCREENED + _MORE_PROBES
 
 
 @inner
-def screen_rows(step, matrices, first_place, m, team, member, n_members):
-    """TOP_LOGITS and TOP_IDS of the m wanted rows from first_place on; their LOG_SUMS are NaN."""
-    _bounds(step, matrices, first_place, m, member, n_members)
-    barrier(team, member)
-    _maxima_of_bounds(step, m, member, n_members)
-    barrier(team, member)
+def read_candidates(step, matrices, first_place, m, team, member, n_members):
+    """LOGITS and MAXIMA from bounds to what the k likeliest of the m rows from first_place on can be selected from."""
     _probe(step, matrices, first_place, m, member, n_members)
     barrier(team, member)
     _score_candidates(step, matrices, first_place, m, member, n_members)
-    barrier(team, member)
-    _select(step, first_place, m, member, n_members)
-
-
-@inner
-def _bounds(step, matrices, first_place, m, member, n_members):
-    x = step[t.HEAD_Q8] + 2 * first_place * step[t.N_EMBD]
-    g0, g1 = share(matrices[len(matrices) - 1, t.M_GROUPS], member, n_members)
-    if g0 < g1:
-        call_kernel(step[t.F_SKETCH], step[t.SKETCH], x, step[t.LOGITS], m, step[t.N_EMBD], step[t.LD_LOGITS], g0, g1)
-
-
-@inner
-def _maxima_of_bounds(step, m, member, n_members):
-    n_logits = step[t.N_LOGITS]
-    n_segments = (n_logits + SEGMENT - 1) // SEGMENT
-    first, last = share(m * n_segments, member, n_members)
-    for unit in range(first, last):
-        place, start = unit // n_segments, unit % n_segments * SEGMENT
-        n = min(SEGMENT, n_logits - start)
-        bounds = step[t.LOGITS] + place * step[t.LD_LOGITS] + 4 * start
-        for i in range(max(0, step[t.N_VOCAB] - start), n):
-            store_f32(bounds, i, float32(MASKED))
-        call_kernel(step[t.F_MAXIMA], bounds, n, step[t.MAXIMA] + 4 * ((place * n_logits + start) // BLOCK))
 
 
 @inner
@@ -144,15 +113,3 @@ def _lower_maxima(logits, maxima, candidates, n):
             store_f32(maxima, block, logit)
         elif logit > load_f32(maxima, block):
             store_f32(maxima, block, logit)
-
-
-@inner
-def _select(step, first_place, m, member, n_members):
-    """Results of the rows, shared by rows."""
-    k, n_logits = step[t.N_TOP], step[t.N_LOGITS]
-    first, last = share(m, member, n_members)
-    for i in range(first, last):
-        at = 4 * (first_place + i) * k
-        logits, maxima = step[t.LOGITS] + i * step[t.LD_LOGITS], step[t.MAXIMA] + 4 * i * (n_logits // BLOCK)
-        select_top(logits, maxima, step[t.N_VOCAB], k, step[t.TOP_LOGITS] + at, step[t.TOP_IDS] + at)
-        store_f32(step[t.LOG_SUMS], first_place + i, float32(math.nan))

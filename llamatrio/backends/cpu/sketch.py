@@ -27,7 +27,7 @@ from llamatrio.backends.cpu.format_fields import masked
 from llamatrio.backends.cpu.formats import RawBlocks
 from llamatrio.backends.cpu.formats_32 import Block32
 from llamatrio.backends.cpu.levels import Level
-from llamatrio.backends.cpu.vector import Asm, Offset, Value, i8, i32, vec, vf32
+from llamatrio.backends.cpu.vector import Asm, Offset, Value, i8, i32, vec
 from llamatrio.model.ggml_type import GGMLType
 
 LONGEST_ROW = 4096
@@ -94,21 +94,3 @@ def lengths_kernel(level: Level | None = None) -> int:
         asm.loop(0, asm.mul(m, asm.div(k, BLOCK)), [], record)
 
     return compile_kernel("lengths", emit, level)
-
-
-def maxima_kernel(level: Level | None = None) -> int:
-    """Kernel (x, n, maxima): the largest of each 64 of the n (a multiple of 64) f32 at x."""
-
-    def emit(asm: Asm, x: Value, n: Value, maxima: Value) -> None:
-        source, target = asm.pointer(x), asm.pointer(maxima)
-
-        def block(i: Value, _: list[Value]) -> list[Value]:
-            at = asm.mul(i, 4)
-            v = [asm.load(source, asm.add(at, 64 * j), vf32) for j in range(4)]
-            largest = asm.fmax(asm.fmax(v[0], v[1]), asm.fmax(v[2], v[3]))
-            asm.store(asm.reduce_max(largest), target, asm.div(at, 64))
-            return []
-
-        asm.loop(0, n, [], block, step=64)
-
-    return compile_kernel("maxima", emit, level)

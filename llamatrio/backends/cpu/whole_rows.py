@@ -79,26 +79,25 @@ def score_kernel(level: Level | None = None) -> int:
         weights, source, target, wanted = (asm.pointer(address) for address in (w, x, out, ids))
         group_bytes = Q8_WHOLE.row_bytes(asm, k)
 
-        def sixteen(first: Value, _: list[Value]) -> list[Value]:
-            numbers, following = (
-                [asm.builder.sext(asm.load(wanted, asm.mul(asm.add(first, r), 4), i32), i64) for r in some]
-                for some in (range(ROWS), range(ROWS, 2 * ROWS))
-            )
+        def rows_at(first: Value) -> tuple[list[Value], list[Value], list[Value]]:
+            """Numbers of the 16 rows from ids[first] on, and where the codes and the scales of each begin."""
+            at = [asm.mul(asm.add(first, r), 4) for r in range(ROWS)]
+            numbers = [asm.builder.sext(asm.load(wanted, offset, i32), i64) for offset in at]
             groups = [asm.at(weights, asm.mul(asm.div(number, ROWS), group_bytes)) for number in numbers]
             places = [asm.builder.and_(number, asm.int64(ROWS - 1)) for number in numbers]
-            codes = [asm.at(g, asm.add(asm.mul(at, _ROW), _CODES)) for g, at in zip(groups, places, strict=True)]
-            scales = [asm.at(g, asm.mul(at, 2)) for g, at in zip(groups, places, strict=True)]
-            ahead = [asm.at(weights, asm.mul(asm.div(number, ROWS), group_bytes)) for number in following]
-            ahead_codes = [
-                asm.at(g, asm.add(asm.mul(asm.builder.and_(number, asm.int64(ROWS - 1)), _ROW), _CODES))
-                for g, number in zip(ahead, following, strict=True)
-            ]
+            codes = [asm.at(g, asm.add(asm.mul(p, _ROW), _CODES)) for g, p in zip(groups, places, strict=True)]
+            scales = [asm.at(g, asm.mul(p, 2)) for g, p in zip(groups, places, strict=True)]
+            return numbers, codes, scales
+
+        def sixteen(first: Value, _: list[Value]) -> list[Value]:
+            numbers, codes, scales = rows_at(first)
+            _, codes_ahead, scales_ahead = rows_at(asm.add(first, ROWS))
 
             def block(i: Value, acc: list[Value]) -> list[Value]:
                 start = asm.mul(i, Q8_WHOLE.block_bytes)
-                for g, row in zip(ahead, ahead_codes, strict=True):
-                    for pointer, line in ((g, 0), (g, 64), (row, 0), (row, 64)):
-                        asm.prefetch(pointer, asm.add(start, line), "L1")
+                for row in (*scales_ahead, *codes_ahead):
+                    for line in (0, 64):
+                        asm.prefetch(row, asm.add(start, line), "L1")
 
                 def tile(t: Value, acc: list[Value]) -> list[Value]:
                     at = asm.add(start, asm.mul(t, Q8_WHOLE.tile_stride))
