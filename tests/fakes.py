@@ -125,9 +125,10 @@ class FakeBackend:
     max_rows = 512
     device = "fake"
 
-    def __init__(self, n_cells: int, *, needs_staging: bool = True) -> None:
+    def __init__(self, n_cells: int, *, needs_staging: bool = True, takes_every_core: bool = False) -> None:
         self.n_cells = n_cells
         self.needs_staging = needs_staging
+        self.takes_every_core = takes_every_core
         self.pool = FakePool(n_cells)
         self.on_forward: Callable[[Callable[[], None]], None] = lambda complete: complete()
         self.on_copy: Callable[[Callable[[], None]], None] = lambda complete: complete()

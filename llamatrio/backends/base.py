@@ -73,6 +73,11 @@ class Backend(Protocol):
         """Whether cells move only to and from buffers that `new_staging` made."""
         ...
 
+    @property
+    def takes_every_core(self) -> bool:
+        """Whether a step keeps all cores that this process may use busy, so that nothing else runs meanwhile."""
+        ...
+
     def forward(self, batch: Batch) -> Future[StepOutput]:
         """Queues a step on compute. Fails with BackendError; the KV cells written by a failed step are undefined."""
         ...

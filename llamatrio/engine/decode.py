@@ -3,6 +3,11 @@
     schedule -> forward ---------------- (device works) ---------------- update -> schedule -> ...
                         publish the previous step's tokens
 
+A device that takes every core leaves none to publish on: the tokens would lie until the system takes a core away from
+the step, milliseconds later, and the step would end later by as much as publishing takes. There they go out first:
+
+    update -> publish -> schedule -> forward ---------------- (device works) ---------------- update -> ...
+
 It never waits for a reader, a save or a restore. A crash in it is a bug: it ends the engine and reaches whoever
 opened it. A failed step (BackendError) ends the requests it was for, with an error, and nothing else.
 """
@@ -77,6 +82,9 @@ class Decoder:
         """Until closed."""
         while True:
             self._wake = trio.Event()
+            if self._backend.takes_every_core:
+                self._publish()
+                await trio.lowlevel.checkpoint()  # gives those who got something a turn to send it
             batch = self.scheduler.schedule(trio.current_time())
             self._begin_jobs()
             if batch is None:
@@ -88,8 +96,9 @@ class Decoder:
             for run, seq in zip(batch.runs, self.scheduler.in_flight(), strict=True):
                 self._lane_of[seq.id] = run.lane
             step = self._backend.forward(batch)
-            await trio.lowlevel.checkpoint()  # lets the device's thread have the GIL until it is in compiled code
-            self._publish()
+            if not self._backend.takes_every_core:
+                await trio.lowlevel.checkpoint()  # lets the device's thread have the GIL until it is in compiled code
+                self._publish()
             try:
                 output = await completed(step)
             except BackendError as error:

@@ -443,6 +443,47 @@ async def test_tokens_are_diverted_only_while_their_reader_waits_and_keep_their_
         assert {way for way, _ in got} == {"direct", "reader"}
 
 
+@pytest.mark.parametrize("takes_every_core", [True, False])
+async def test_tokens_go_out_before_a_step_that_leaves_no_core_and_during_one_that_does(
+    open_fake, autojump_clock, takes_every_core
+) -> None:
+    backend = FakeBackend(512, takes_every_core=takes_every_core)
+    seen: list[int] = []
+    """Tokens that had gone out when each step began."""
+    sent: list[int] = []
+
+    def forward(complete: Callable[[], None]) -> None:
+        seen.append(len(sent))
+        trio.lowlevel.current_trio_token().run_sync_soon(complete)
+
+    def take(event: TokenEvent, now: float) -> None:
+        sent.extend(event.ids)
+
+    backend.on_forward = forward
+    async with open_fake(backend) as engine:
+        endless = SamplingParams(temperature=0, ignore_eos=True)
+        with engine.start(Request(prompt(5), endless, max_tokens=10)) as generation:
+            generation.divert(take)
+            async for _ in generation:
+                pass
+        assert len(sent) == 10
+        assert seen == [max(0, step if takes_every_core else step - 1) for step in range(10)]
+
+
+async def test_a_stop_string_ends_a_stream_before_another_step_where_tokens_go_out_first(
+    open_fake, autojump_clock
+) -> None:
+    backend = FakeBackend(512, takes_every_core=True)
+    async with open_fake(backend) as engine:
+        ids = reference(prompt(5), 10, ignore_eos=True)
+        word = bytes([40 + ids[3]]).decode()
+        n_steps = ids.index(ids[3]) + 1
+        endless = SamplingParams(temperature=0, ignore_eos=True)
+        _, _, finished = await run(engine, Request(prompt(5), endless, max_tokens=10, stop=(word,)))
+        assert (finished.reason, finished.stopping_word) == ("word", word)
+        assert len(backend.pool.rows) == n_steps
+
+
 async def test_a_take_that_fails_loses_no_token_and_harms_nobody(open_fake, autojump_clock, caplog) -> None:
     async with open_fake(FakeBackend(2000)) as engine:
         ids: list[int] = []

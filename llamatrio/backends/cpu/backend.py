@@ -43,6 +43,7 @@ class CpuBackend:
     def __init__(self, spec: ModelSpec, machine: Machine, compute: ComputeThread, level: Level, max_rows: int) -> None:
         self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy")
+        self._takes_every_core = compute.n_threads >= config.n_usable_cores()
         self._last_step: Future[StepOutput] | None = None
         self._is_closed = False
 
@@ -69,6 +70,10 @@ class CpuBackend:
     @property
     def needs_staging(self) -> bool:
         return False
+
+    @property
+    def takes_every_core(self) -> bool:
+        return self._takes_every_core
 
     def forward(self, batch: Batch) -> Future[StepOutput]:
         """Queues a step. Raises ValueError for a batch that does not fit the backend."""

@@ -115,6 +115,10 @@ class CudaBackend:
     def needs_staging(self) -> bool:
         return True
 
+    @property
+    def takes_every_core(self) -> bool:
+        return False
+
     def new_staging(self, n_records: int) -> CudaStaging:
         """Pinned memory and its counterpart on the device. Raises BackendError when memory is short."""
         if n_records < 1:
