@@ -138,8 +138,8 @@ def measure(
     prompts = Prompts(model)
     leave_no_garbage_to_collect()
     runs: dict[str, list[Figures]] = {}
+    in_order = modes(model, threads, peer)
     for number in range(rounds):
-        in_order = modes(model, threads, peer)
         for mode in in_order if number % 2 else reversed(in_order):
             with running(mode.name, mode.command) as server:
                 found = play(server, prompts, scenario, number)
@@ -147,8 +147,7 @@ def measure(
                     found["saves"] = check_saves(server, mode)
             runs.setdefault(mode.name, []).append(found)
             print(f"{label}round {number + 1}: {mode.name:24} largest gap {found['gap_max_ms']:.1f} ms", flush=True)
-    names = [mode.name for mode in modes(model, threads, peer)]
-    result: dict[str, Any] = {"servers": {name: medians(runs[name]) for name in names}, "runs": runs}
+    result: dict[str, Any] = {"servers": {mode.name: medians(runs[mode.name]) for mode in in_order}, "runs": runs}
     for name in ("llamatrio", "llama-server"):
         if f"{name} saves" in runs:
             with_saves, without = (
