@@ -6,6 +6,8 @@
 //        rope are in this table, and their sum keeps the angle at any position. magnitude: YaRN's factor.
 // Out: Q in place; K and V rows of `cells[r]`: -DK_Q8, -DV_Q8: 0 f16 [n_head_kv * D], 1 q8_0 (all int8 quants, then
 //        all f16 scales of blocks of 32; quant bytes and the row are multiples of 16).
+// With DK_Q8 and heads of 64 or more (mixes_keys in model/spec.py) each block of 32 of Q and K goes through a
+// Walsh-Hadamard transform, last of all.
 // -DNEOX=1 turns (i, i + n_dims / 2), 0 turns (2 i, 2 i + 1).  -DD: head size, a multiple of 32.
 // Grid (rows, ceil((n_head + 2 n_head_kv) / 4)), 128 threads: a warp to a head.
 // Bytes moved per row: 8 bytes a Q float, 4 a K or V float, and the cell's rows.
@@ -22,6 +24,18 @@ __device__ __forceinline__ void store_q8(const float* v, s8* quants, __half* sca
         const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
         quants[b * WARP + lane_id()] = (s8)__float2int_rn(v[b] * inverse);
         if (lane_id() == 0) scales[b] = scale;
+    }
+}
+
+// Each block of 32 times the Walsh-Hadamard matrix over sqrt(32).
+__device__ __forceinline__ void hadamard_blocks(float* v) {
+#pragma unroll
+    for (int b = 0; b < PER_LANE; ++b) {
+        for (int apart = WARP / 2; apart > 0; apart /= 2) {
+            const float other = __shfl_xor_sync(ALL_LANES, v[b], apart);
+            v[b] = lane_id() & apart ? other - v[b] : other + v[b];
+        }
+        v[b] *= 0.17677669529663687f;
     }
 }
 
@@ -85,6 +99,7 @@ rope_store(float* __restrict__ qkv, const float* __restrict__ q_norm, const floa
     __syncwarp();
 #pragma unroll
     for (int b = 0; b < PER_LANE; ++b) v[b] = turned[b * WARP + lane_id()];
+    if (K_Q8 && D >= 64) hadamard_blocks(v);
     if (head >= n_head) return store_head<K_Q8>(v, k_rows + cell * k_row_bytes, head - n_head, n_head_kv);
 #pragma unroll
     for (int b = 0; b < PER_LANE; ++b) mine[b * WARP + lane_id()] = v[b];

@@ -103,3 +103,13 @@ class KVLayout:
     def record_bytes(self) -> int:
         """Bytes of one cell: K and V of all layers."""
         return self.n_layer * (self.k_row_bytes + self.v_row_bytes)
+
+
+def mixes_keys(type_k: KVType, head_dim: int) -> bool:
+    """Whether queries and keys go through a Walsh-Hadamard transform of each block of 32 before keys are stored.
+
+    It is orthogonal, so their products stay. But a block of q8_0 has one scale, and models have dimensions whose keys
+    are always large: spread over their block, these cost the others no digits any more. llama.cpp does the same over
+    64 dimensions or more, and not where a head has fewer.
+    """
+    return type_k == "q8_0" and head_dim >= 64

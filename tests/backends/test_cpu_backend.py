@@ -162,7 +162,7 @@ def test_restored_cells_continue_with_the_same_bits(backend: CpuBackend) -> None
 @pytest.mark.parametrize("pause_us", [0, 1])
 @pytest.mark.parametrize("row_bytes", [(1024, 2048), (48, 16)])
 def test_records_are_the_cells_whatever_the_slices(row_bytes: tuple[int, int], pause_us: int) -> None:
-    layout, n = KVLayout("cpu-1", 20, *row_bytes), 40  # of the larger records a slice holds two
+    layout, n = KVLayout("cpu-2", 20, *row_bytes), 40  # of the larger records a slice holds two
     memory = np.random.default_rng(0).integers(0, 256, n * layout.record_bytes, np.uint8)
     pool = CellPool(layout, n, memory.copy(), current_level())
     cells = np.random.default_rng(1).permutation(n)[:33].astype(np.int32)
@@ -204,7 +204,7 @@ def test_a_gather_reads_what_the_steps_before_it_wrote(backend: CpuBackend) -> N
 
 def test_records_are_token_major(backend: CpuBackend) -> None:
     layout = backend.layout
-    assert layout.name == "cpu-1"
+    assert layout.name == "cpu-2"
     assert layout.record_bytes == layout.n_layer * (layout.k_row_bytes + layout.v_row_bytes)
     one, both = backend.new_staging(1), backend.new_staging(2)
     step(backend, Piece(Stream(0, np.array([9, 4])), tokens(2)))

@@ -12,7 +12,7 @@ from cpu_streams import golden_model
 from llamatrio.backends.cpu import ops
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
 from llamatrio.backends.cpu.levels import Level, host_levels
-from llamatrio.backends.cpu.reference import activate, rms_norm, rotate, soft_cap
+from llamatrio.backends.cpu.reference import activate, hadamard_blocks, rms_norm, rotate, soft_cap
 from llamatrio.backends.cpu.rope_table import RopeTable
 from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import open_gguf
@@ -94,6 +94,17 @@ def test_rope(level: Level, emit: Any, style: Any, n_dims: int) -> None:
         angles = position * rope_frequencies(rope)[None]
         expected = rotate(x.astype(np.float64)[None, None], angles, spec)[0, 0]
         np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@LEVELS
+@pytest.mark.parametrize("n", [32, 96])
+def test_the_transform_of_blocks_is_its_own_inverse(level: Level, n: int) -> None:
+    x = normal(n)
+    out = x.copy()
+    run(ops.hadamard_blocks, level, out, n)
+    np.testing.assert_allclose(out, hadamard_blocks(x.astype(np.float64)), atol=2e-6)
+    run(ops.hadamard_blocks, level, out, n)
+    np.testing.assert_allclose(out, x, atol=2e-6)
 
 
 @LEVELS

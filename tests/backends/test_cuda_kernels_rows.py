@@ -9,9 +9,10 @@ from cuda_rig import Rig
 
 pytest.importorskip("cuda.core")
 
+from llamatrio.backends.cpu.reference import hadamard_blocks
 from llamatrio.backends.cuda.kernels import rows as k
 from llamatrio.model.rope import rope_frequencies
-from llamatrio.model.spec import RopeSpec
+from llamatrio.model.spec import RopeSpec, mixes_keys
 
 KINDS = list(k.RowKind)
 
@@ -131,6 +132,7 @@ ROPES = {
         ("neox-partial", k.HeadShape(2, 2, 64, True, False), True),
         ("yarn", k.HeadShape(4, 1, 64, False, True), False),
         ("neox-partial", k.HeadShape(6, 2, 96, True, True), True),
+        ("norm", k.HeadShape(2, 1, 32, True, True), False),
     ],
 )
 def test_rope_store(cuda_rig: Rig, name: str, heads: k.HeadShape, norms: bool) -> None:
@@ -157,6 +159,8 @@ def test_rope_store(cuda_rig: Rig, name: str, heads: k.HeadShape, norms: bool) -
     q, key = (
         ref.rope(x, positions, angles, neox=rope.style == "neox", magnitude=rope.attn_factor) for x in (q_in, k_in)
     )
+    if mixes_keys("q8_0" if heads.k_q8 else "f16", d):
+        q, key = hadamard_blocks(q), hadamard_blocks(key)
     found = cuda_rig.get(there, qkv.shape, np.float32)
     assert np.abs(found[:3, :n_q] - q[:3]).max() < 3e-6 * np.abs(q).max()
     assert np.array_equal(found[3], qkv[3])  # padding

@@ -40,6 +40,12 @@ def our_logits(model: str, kv: KVType, chunk: int) -> Array:
         return prompt_logits(backend, tokens, chunk)
 
 
+def logit_error(exact: Array, logits: Array) -> float:
+    """Root of the mean square; what all tokens of a position have in common is none."""
+    error = logits - exact
+    return float((error - error.mean(axis=1, keepdims=True)).std())
+
+
 def assert_same_choice_where_it_is_clear(theirs: Array, ours: Array) -> None:
     """Equal top token wherever llama.cpp's margin exceeds twice the largest logit error."""
     best = np.sort(theirs, axis=1)[:, -2:]
@@ -72,17 +78,21 @@ def test_quantized_weights_by_panels_are_no_farther_from_exact_than_llama_cpp(ki
 def test_quantized_weights_are_no_farther_from_exact_than_llama_cpp(kv: KVType, chunk: int) -> None:
     """Rows round activations to 8 bits, as llama.cpp does: the same error, but another draw of it for each file.
 
-    Two draws of one file differ by a tenth to two fifths, so a file alone says little; all of them together do.
+    The mean KL of 80 positions is that of the few worst: two draws for one file differ by up to a half, so it says
+    something for all files together. The size of the errors in the logits is the same in every draw; KL grows with
+    its square.
     """
-    ratios = {}
+    ratios, errors = {}, {}
     for kind in WIDE_TYPES:
         model = f"tiny-qwen3-wide-{kind}"
         golden, ours = golden_logits(model), our_logits(model, kv, chunk)
         theirs = golden[f"logits_{kv}"]
         ratios[kind] = mean_kl(golden["logits_exact"], ours) / mean_kl(golden["logits_exact"], theirs)
+        errors[kind] = logit_error(golden["logits_exact"], ours) / logit_error(golden["logits_exact"], theirs)
         assert_same_choice_where_it_is_clear(theirs, ours)
-    assert np.mean(list(ratios.values())) <= 1.0
-    assert max(ratios.values()) <= 1.45, ratios
+    assert max(errors.values()) <= 1.07, errors
+    assert np.mean(list(ratios.values())) <= 0.9
+    assert max(ratios.values()) <= 1.6, ratios
 
 
 @by_kv
@@ -188,6 +198,23 @@ def test_a_q8_0_cache_stays_close_on_long_prompts(chunk: int) -> None:
     assert mean_kl(f16[1000:], q8[1000:]) < 1.5 * mean_kl(f16[:200], q8[:200]) + 1e-3
 
 
+@by_path
+def test_keys_of_8_bits_bear_dimensions_that_are_always_large(tmp_path: Path, chunk: int) -> None:
+    """Two dimensions of each head's keys 32 times as large, and of its queries as small: the same model in f16."""
+
+    def change(tensors: dict[str, Array]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("attn_k_norm.weight", "attn_q_norm.weight")):
+                tensor[[5, 37]] *= np.float32(32 if "attn_k" in name else 1 / 32)  # a pair of the rotary embedding
+
+    tokens = golden_logits("tiny-qwen3-wide-bf16")["tokens"]
+    plain = logits_of(golden_model("tiny-qwen3-wide-bf16"), tokens, chunk=chunk)
+    path = changed_model(tmp_path, "tiny-qwen3-wide-bf16", change)
+    f16, q8 = (logits_of(path, tokens, kv, chunk) for kv in KV_KINDS)
+    assert mean_kl(plain, f16) < 1e-3
+    assert mean_kl(f16, q8) < 5e-3
+
+
 def test_a_long_prompt_agrees_with_the_reference() -> None:
     """Past many chunks, and past the window of gemma3's local layers (32)."""
     tokens = np.random.default_rng(1).integers(0, 288, 600).astype(np.int32)
@@ -249,7 +276,8 @@ def test_real_models_choose_the_same_tokens(file: str, golden: str, kv: KVType, 
     """llama.cpp's top token, except where its own two best are closer than the rounding of 8-bit activations.
 
     On these prompts even exact arithmetic on the same weights agrees with llama.cpp at 95.5 % (Gemma) to 97.9 %
-    (SmolLM2) of all positions only, and llama.cpp with itself, f16 against q8_0 KV, at 95.3 % and 97.1 %.
+    (SmolLM2) of all positions only, llama.cpp with itself, f16 against q8_0 KV, at 95.3 % and 97.1 %, and its rules
+    for activations with themselves, sums in f32 against f64, at 92.6 % and 94.5 %.
     """
     path = Path(os.environ["LLAMATRIO_TEST_MODELS"]) / file
     data = golden_logits(golden)

@@ -55,6 +55,8 @@ def _bias_norm_rope(step, layers, layer, row, x, bias, head, norm):
         call_kernel(step[t.F_NORM], x, norm, x, head_dim, step[t.EPS])
     table = layers[layer, t.ROPE_TABLE] + 4 * _position(step, row) * step[t.N_ROT]
     call_kernel(step[t.F_ROPE], x, table, step[t.N_ROT])
+    if step[t.F_HADAMARD]:
+        call_kernel(step[t.F_HADAMARD], x, head_dim)
 
 
 @inner

@@ -23,7 +23,7 @@ from llamatrio.backends.cpu.vector import Asm, Value, i8, i32, i64, vec
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 from llamatrio.sched.types import Int32Array
 
-LAYOUT_NAME = "cpu-1"
+LAYOUT_NAME = "cpu-2"
 _SLICE_BYTES = 1 << 17
 """Copied between two pauses."""
 NO_PAUSE = np.zeros(1, np.int32)

@@ -2,6 +2,8 @@
 
 row of a cell   f16:   f16 [n_head_kv][head_dim]
                 q8_0:  bytes [n_head_kv][head_dim], then f16 scales [n_head_kv][head_dim / 32], padded
+
+Where mixes_keys, K rows hold each block of 32 after ops.hadamard_blocks, and so do the queries that meet them.
 """
 
 from __future__ import annotations

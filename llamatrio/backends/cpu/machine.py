@@ -30,7 +30,7 @@ from llamatrio.errors import UnsupportedModelError
 from llamatrio.model.gguf import GGUFFile
 from llamatrio.model.quants import dequantize
 from llamatrio.model.rope import factors_name
-from llamatrio.model.spec import KVType, ModelSpec
+from llamatrio.model.spec import KVType, ModelSpec, mixes_keys
 from llamatrio.sched.types import Batch, FloatArray, Int32Array, StepOutput
 
 _INT32_LISTS = (t.TOKENS, t.POSITIONS, t.CELLS, t.OUT_ROWS, t.FULL_PLACES, t.TOP_IDS, t.TOP_LOGITS, t.LOG_SUMS)
@@ -312,6 +312,7 @@ def _kernels(spec: ModelSpec, shape: AttentionShape, loaded: LoadedWeights, leve
         t.F_NORM: compiled(ops.rms_norm),
         t.F_NORM_ADD: compiled(ops.rms_norm_add),
         t.F_ROPE: compiled(ops.rope_norm if spec.rope.style == "norm" else ops.rope_neox),
+        t.F_HADAMARD: compiled(ops.hadamard_blocks) if mixes_keys(shape.type_k, d) else 0,
         t.F_STORE_K: compiled(ops.store_f16 if shape.type_k == "f16" else ops.store_q8_k),
         t.F_STORE_V: compiled(ops.store_f16 if shape.type_v == "f16" else ops.store_q8_v),
         t.F_QUANTIZE_QUERY: compiled(att.quantize_query(d), f"quantize_query_{d}") if shape.type_k == "q8_0" else 0,

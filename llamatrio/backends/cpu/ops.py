@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+from llvmlite import ir
+
 from llamatrio.backends.cpu.vector import LANES, Asm, Value, f32, i32, vf32, vi8
 
 F32 = 4
@@ -153,6 +155,35 @@ def _rope(a: Asm, x: Value, table: Value, n_dims: Value, *, adjacent: bool) -> N
 
     a.loop(0, n_whole, [], vectors, step=LANES)
     a.loop(n_whole, n_pairs, [], scalars)
+
+
+# ---- keys of 8 bits, and the queries that meet them
+
+
+def hadamard_blocks(a: Asm, x: Value, n: Value) -> None:
+    """x = H x in each block of 32, where H is the Walsh-Hadamard matrix over sqrt(32). n is a multiple of 32.
+
+    H is orthogonal and its own inverse, so queries and keys that both went through it have the same products. A
+    dimension that is always large, as models have in their keys, is spread over the block that shares a scale.
+    """
+    x = a.pointer(x)
+
+    def block(i: Value, _: list[Value]) -> list[Value]:
+        o = a.mul(i, F32)
+        low, high = a.load(x, o, vf32), a.load(x, a.add(o, VECTOR), vf32)
+        for v, at in ((a.fadd(low, high), o), (a.fsub(low, high), a.add(o, VECTOR))):
+            a.store(a.fmul(_hadamard_16(a, v), a.splat_f32(BLOCK**-0.5)), x, at)
+        return []
+
+    a.loop(0, n, [], block, step=BLOCK)
+
+
+def _hadamard_16(a: Asm, v: Value) -> Value:
+    """Sums and differences of lanes 8, 4, 2 and 1 apart."""
+    for apart in (8, 4, 2, 1):
+        signs = ir.Constant(vf32, [-1.0 if lane & apart else 1.0 for lane in range(LANES)])
+        v = a.fma(v, signs, a.shuffle(v, v, [lane ^ apart for lane in range(LANES)]))
+    return v
 
 
 # ---- the feed-forward's gate

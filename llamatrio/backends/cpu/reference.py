@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llamatrio.model.gguf import GGUFFile
 from llamatrio.model.quants import dequantize
 from llamatrio.model.rope import factors_name, rope_frequencies
-from llamatrio.model.spec import KVType, ModelSpec
+from llamatrio.model.spec import KVType, ModelSpec, mixes_keys
 
 Array = NDArray[np.floating[Any]]
 
@@ -63,7 +63,7 @@ def _attention_block(
     angles = positions[:, None] * rope_frequencies(spec.rope, factors, windowed=spec.is_windowed(layer)).astype(x.dtype)
     q, k = rotate(q, angles, spec), rotate(k, angles, spec)
     if kv_type is not None:
-        k, v = kv_round(k, kv_type), kv_round(v, kv_type)
+        k, v = key_round(k, kv_type), kv_round(v, kv_type)
     out = attend(q, k, v, spec, window=spec.window if spec.is_windowed(layer) else 0)
     out = out.reshape(len(x), -1) @ w["attn_output.weight"].T
     return rms_norm(out, w["post_attention_norm.weight"], spec.norm_eps) if spec.has_post_norm else out
@@ -155,3 +155,18 @@ def kv_round(x: Array, kv_type: KVType) -> Array:
     scale = (largest * np.float32(1 / 127)).astype(np.float16).astype(np.float32)
     quants = np.clip(np.rint(blocks * np.divide(1, scale, where=scale > 0, out=np.zeros_like(scale))), -127, 127)
     return np.asarray((quants * scale).reshape(x.shape).astype(x.dtype))
+
+
+def key_round(x: Array, kv_type: KVType) -> Array:
+    """Keys [..., head_dim] as they come back: mixed ones are rounded after the transform."""
+    if not mixes_keys(kv_type, x.shape[-1]):
+        return kv_round(x, kv_type)
+    return hadamard_blocks(kv_round(hadamard_blocks(x), kv_type))
+
+
+def hadamard_blocks(x: Array) -> Array:
+    """Each block of 32 of x [..., n] times the Walsh-Hadamard matrix over sqrt(32), which is its own inverse."""
+    matrix = np.ones((1, 1), x.dtype)
+    while len(matrix) < Q8_BLOCK:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.asarray((x.reshape(-1, Q8_BLOCK) @ (matrix / np.sqrt(x.dtype.type(Q8_BLOCK)))).reshape(x.shape))

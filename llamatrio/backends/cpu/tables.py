@@ -73,6 +73,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     F_NORM,
     F_NORM_ADD,
     F_ROPE,
+    F_HADAMARD,
     F_STORE_K,
     F_STORE_V,
     F_QUANTIZE_QUERY,
@@ -158,7 +159,7 @@ B_KERNEL, B_FIRST_HEAD, B_HEADS, N_BATCH_FIELDS = range(4)
     TOP_IDS,
     LOG_SUMS,
     N_STEP_FIELDS,
-) = range(111)
+) = range(112)
 
 MOST_PRIVATE_ROWS = 16
 """Decode rows up to which every member may keep its own copy of the rows (see step.py)."""

@@ -18,7 +18,7 @@ from llamatrio.backends.cuda.memory import DeviceArena, aligned
 from llamatrio.errors import UnsupportedModelError
 from llamatrio.model.spec import KVLayout, KVType, ModelSpec
 
-LAYOUT_NAME = "cuda-1"
+LAYOUT_NAME = "cuda-2"
 MOST_CANDIDATES = 256
 MOST_HEAD_DIM = 256
 LEAST_HEAD_ROWS = 16
