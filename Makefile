@@ -74,7 +74,7 @@ bench-idle: $(VENV)/test  ## CPU time while nothing runs, and the time of a warm
 	$(BIN)/python -m bench.idle -m $(BENCH_MODEL) $(ARGS)
 
 bench-limits: $(VENV)/test  ## each CPU kernel's share of the machine's limits
-	$(BIN)/python -m bench.linear $(ARGS)
+	$(BIN)/python -m bench.limits $(ARGS)
 
 bench-large: $(VENV)/test  ## memory, load time and speed of a model of Qwen3-8B's shape (writes 5 GB for a while)
 	$(BIN)/python -m bench.large $(ARGS)

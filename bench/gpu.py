@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Bench:
                 work()
             self.gpu.compute.record(self._end)
             self._end.sync()
-            rounds.append((self._end - self._start) / 1000 / self.sizes.n_calls)
+            rounds.append(float(self._end - self._start) / 1000 / self.sizes.n_calls)
         return max(min(rounds), 1e-9)
 
 
@@ -138,7 +139,7 @@ def attend(bench: Bench) -> Figures:
         sizes = (shape.nbytes, 4 * lanes * n, 4 * 512 * width, 4 * 512 * width, 4096, 4096, 64 << 10)
         arena = stack.enter_context(device_arena(bench.gpu, sum(sizes) + 4096, "the bench"))
         pool, table, q, out, lane_list, positions, tiles = (arena.take(size) for size in sizes)
-        partial = stack.enter_context(
+        states = stack.enter_context(
             device_arena(bench.gpu, attention.partial_bytes(heads, lanes, 64), "the bench")
         ).address
         pinned = stack.enter_context(pinned_memory(sizes[1] + (64 << 10), "the bench"))
@@ -155,22 +156,11 @@ def attend(bench: Bench) -> Figures:
         cached = attention.Cached(shape.k_rows(pool, 0), shape.v_rows(pool, 0), table, n)
         rule = attention.Rule(heads.head_dim**-0.5)
         for rows in sorted({1, lanes}):
-            seconds = bench.seconds(
-                lambda rows=rows: attention.attention_decode(
-                    bench.run,
-                    q,
-                    cached,
-                    lane_list,
-                    positions,
-                    out,
-                    partial,
-                    n_rows=rows,
-                    q_stride=width,
-                    heads=heads,
-                    rule=rule,
-                    n_splits=64,
-                )
-            )
+            decode = partial(
+                attention.attention_decode, bench.run, q, cached, lane_list, positions, out, states,
+                n_rows=rows, q_stride=width, heads=heads, rule=rule, n_splits=64,
+            )  # fmt: skip
+            seconds = bench.seconds(decode)
             figures[f"decode_attention_{rows}_gb_s"] = rows * shape.nbytes / lanes / GB / seconds
         n_rows = min(512, n)
         work = attention.prefill_tiles([Run(0, 0, n_rows, n - n_rows, is_decode=False)], heads)
@@ -241,7 +231,7 @@ def a_model(named: Path | None, *, small: bool) -> Iterator[Path]:
         return
     from tests.helpers_gguf import RawTensor, tiny_model
 
-    shape = {"n_layer": 28, "n_embd": 2048, "n_head": 16, "n_head_kv": 8, "head_dim": 128, "n_ff": 6144}
+    shape: dict[str, Any] = {"n_layer": 28, "n_embd": 2048, "n_head": 16, "n_head_kv": 8, "head_dim": 128, "n_ff": 6144}
     if small:
         shape |= {"n_layer": 2, "n_embd": 256, "n_head": 4, "n_head_kv": 2, "head_dim": 64, "n_ff": 256}
     rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from bench.common import finish, machine, print_table
-from bench.linear import Bench
+from bench.limits import Bench
 from llamatrio import config
 from llamatrio.backends.cpu.arena import Arena, padded
 from llamatrio.backends.cpu.backend import CpuBackend, open_cpu_backend

@@ -47,7 +47,8 @@ def serve_and_note(file: Path, command: list[str]) -> None:
         handed_out[generation.seq.id].append(now)
         return put(generation, *args)  # type: ignore[arg-type]
 
-    Decoder._publish, Generation.put = noting_publish, noting_put  # type: ignore[method-assign]
+    Decoder._publish = noting_publish  # type: ignore[method-assign, assignment]
+    Generation.put = noting_put  # type: ignore[method-assign, assignment]
     try:
         cli.main(command)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from llamatrio.backends.cpu.cells import kv_layout
+from llamatrio.backends.cpu.weights import sketch_bytes
 from llamatrio.config import MIB
 from llamatrio.model.model import Model
 from llamatrio.model.spec import KVType
@@ -39,8 +40,9 @@ def _memory(model: Model, n_ctx: int, kv_type: KVType) -> str:
         cell = kv_layout(model.spec, kv_type, kv_type).record_bytes
     except ValueError as error:
         return f"memory        {kv_type} KV: {error}"
-    kv = cell * n_ctx
+    kv, sketch = cell * n_ctx, sketch_bytes(model.file, model.spec)
+    beside = f"; on the CPU, {sketch / MIB:.0f} MiB for a sketch of the head" if sketch else ""
     return (
-        f"memory        {(model.size_bytes + kv) / MIB:.0f} MiB at {n_ctx} tokens with {kv_type} KV "
-        f"({cell} bytes a token, {kv / MIB:.0f} MiB)"
+        f"memory        {(model.size_bytes + kv + sketch) / MIB:.0f} MiB at {n_ctx} tokens with {kv_type} KV "
+        f"({cell} bytes a token, {kv / MIB:.0f} MiB{beside})"
     )

@@ -97,10 +97,7 @@ def weights_bytes(file: GGUFFile, spec: ModelSpec) -> int:
     parts: dict[str, list[int]] = {}
     for part in layer_parts(spec).values():
         parts.setdefault(part.name, []).append(part.n_rows)
-    total = 0
-    if has_sketch(file, spec):
-        head = file.tensors[head_name(spec)]
-        total = padded(packed_bytes(Q8_SKETCH, head.shape[0], head.shape[1]))
+    total = sketch_bytes(file, spec)
     for name, tensor in file.tensors.items():
         if len(tensor.shape) == 1:
             total += padded(4 * tensor.shape[0])
@@ -108,6 +105,14 @@ def weights_bytes(file: GGUFFile, spec: ModelSpec) -> int:
         n_rows = parts.get(name.split(".", 2)[-1], [tensor.shape[0]])
         total += sum(padded(packed_bytes(tensor.type, n, tensor.shape[1])) for n in n_rows)
     return total
+
+
+def sketch_bytes(file: GGUFFile, spec: ModelSpec) -> int:
+    """Bytes of the head's sketch; 0 where it gets none."""
+    if not has_sketch(file, spec):
+        return 0
+    head = file.tensors[head_name(spec)]
+    return padded(packed_bytes(Q8_SKETCH, head.shape[0], head.shape[1]))
 
 
 def check_weights(file: GGUFFile, spec: ModelSpec) -> None:
