@@ -1,7 +1,7 @@
 """What the machine can do at best, as kernels that do nothing else: read memory, and multiply in registers.
 
 A multiplying kernel has as many independent sums under way as the registers hold, so that the units never wait for a
-result. Its factors come from `seed` (SEED_BYTES) and change from turn to turn, or the compiler would take the products
+result. Its factors come from `seed` (2 KiB) and change from turn to turn, or the compiler would take the products
 out of the loop; what it sums goes to `sink`, or there would be no loop at all.
 """
 
@@ -17,7 +17,6 @@ from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.rows import PREFETCH
 from llamatrio.backends.cpu.vector import LANES, Asm, Value, vbytes, vf32, vi32
 
-SEED_BYTES = 4096
 _VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 """Part of the kernels' names: the cache of compiled ones knows the package's sources, not this file."""
 _CHAIN = 8

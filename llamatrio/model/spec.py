@@ -110,6 +110,6 @@ def mixes_keys(type_k: KVType, head_dim: int) -> bool:
 
     It is orthogonal, so their products stay. But a block of q8_0 has one scale, and models have dimensions whose keys
     are always large: spread over their block, these cost the others no digits any more. llama.cpp does the same over
-    64 dimensions or more, and not where a head has fewer.
+    64 dimensions or more, where these divide a head. A head of one block stays as it is there, and here.
     """
     return type_k == "q8_0" and head_dim >= 64

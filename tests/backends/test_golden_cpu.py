@@ -92,7 +92,7 @@ def test_quantized_weights_are_no_farther_from_exact_than_llama_cpp(kv: KVType, 
         assert_same_choice_where_it_is_clear(theirs, ours)
     assert max(errors.values()) <= 1.07, errors
     assert np.mean(list(ratios.values())) <= 0.9
-    assert max(ratios.values()) <= 1.6, ratios
+    assert max(ratios.values()) <= (1.25 if chunk == ROWS else 1.6), ratios
 
 
 @by_kv
