@@ -8,20 +8,22 @@ from cpu_streams import Piece, Stream, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamatrio.backends.cpu.plan import BLOCK, LEAST_SPAN_ROWS, Plan, plan_rows
+from llamatrio.backends.cpu.plan import BLOCK, Plan, plan_rows
 from llamatrio.backends.memory import MemoryPlan, check_memory
 from llamatrio.config import MIB
 from llamatrio.errors import BackendError
 
+LEAST = 32
 
-def plan_of(*pieces: tuple[int, int, bool], has_spans: bool = True) -> Plan:
+
+def plan_of(*pieces: tuple[int, int, bool], least: int | None = LEAST) -> Plan:
     """Pieces are (first position, rows, is_decode)."""
     made = []
     for lane, (position, n, is_decode) in enumerate(pieces):
         stream = Stream(lane, np.arange(2000))
         stream.n_past = position
         made.append(Piece(stream, np.zeros(n, np.int32), is_decode=is_decode))
-    return plan_rows(make_batch(made, n_lanes=len(pieces)), has_spans=has_spans, most_span_rows=128)
+    return plan_rows(make_batch(made, n_lanes=len(pieces)), least_span_rows=least, most_span_rows=128)
 
 
 def order_of(plan: Plan) -> list[int]:
@@ -47,7 +49,7 @@ def test_spans_stay_within_one_sequence_and_the_limit() -> None:
 
 
 def test_without_spans_every_row_is_a_lone_one() -> None:
-    plan = plan_of((0, 200, False), has_spans=False)
+    plan = plan_of((0, 200, False), least=None)
     assert (plan.n_lone, plan.spans) == (200, ())
 
 
@@ -63,7 +65,7 @@ def test_a_position_goes_the_same_way_wherever_a_block_border_cuts_the_prompt(st
     if start < border < start + n:
         assert span_positions(start, border) | span_positions(border, start + n) == whole
     rows_in_spans = [sum(p // BLOCK == block for p in whole) for block in {p // BLOCK for p in whole}]
-    assert all(count >= LEAST_SPAN_ROWS for count in rows_in_spans)
+    assert all(count >= LEAST for count in rows_in_spans)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 200)), min_size=1, max_size=5))

@@ -19,7 +19,7 @@ from llamatrio.backends.cpu.compile import Emit, compile_kernel
 from llamatrio.backends.cpu.kv_rows import CHUNK, AttentionShape
 from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.linear import row_stride
-from llamatrio.backends.cpu.plan import Plan, plan_rows
+from llamatrio.backends.cpu.plan import LEAST_PANEL_ROWS, LEAST_SPAN_ROWS, Plan, plan_rows
 from llamatrio.backends.cpu.rope_table import RopeTable
 from llamatrio.backends.cpu.rows import quantized_rows
 from llamatrio.backends.cpu.scratch import HEAD_ROWS, ScratchPlan, n_padded_logits, n_qkv
@@ -114,8 +114,8 @@ class Machine:
     def plan(self, batch: Batch) -> Plan:
         """How the step will see the rows of `batch`."""
         group = self.spec.n_head // self.spec.n_head_kv
-        has_spans = self.has_panels or self._has_flash
-        return plan_rows(batch, has_spans=has_spans, most_span_rows=flash.most_span_rows(group))
+        least = LEAST_PANEL_ROWS if self.has_panels else LEAST_SPAN_ROWS if self._has_flash else None
+        return plan_rows(batch, least_span_rows=least, most_span_rows=flash.most_span_rows(group))
 
     def load_batch(self, batch: Batch, plan: Plan) -> StepResults:
         """Writes one step's work into the tables; the results are there once the step has run."""
