@@ -68,6 +68,7 @@ class Decoder:
     def close(self) -> None:
         """Ends every request; `run` returns when the step in flight has ended."""
         self._is_closing = True
+        self.scheduler.limits.save_when_idle = False  # nobody comes back to what it would keep
         for generation in list(self.generations.values()):
             self.cancel(generation, "the server is shutting down")
         self.wake()

@@ -1,9 +1,10 @@
 """Saves and restores: carries out the tickets that the scheduler issues, in a nursery of its own.
 
 A save is, for each chunk that fits a staging buffer: gather on the device, wait for it, copy into pages. A device that
-needs no staging gathers into the pages themselves. Then the ticket is committed, all at once. Whatever goes wrong ends
-in an abort: the entry never was there, the cells are as before, and the server goes on. Only errors of the device and
-of memory are expected; others are bugs and propagate.
+needs no staging gathers into the pages themselves. Then the ticket is committed, all at once. Saves take turns: several
+at once would all end late, and those who wait for cells wait for the first. Whatever goes wrong ends in an abort: the
+entry never was there, the cells are as before, and the server goes on. Only errors of the device and of memory are
+expected; others are bugs and propagate.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Saver:
         self._run_copy = run_copy
         self._on_restored = on_restored
         self._wake = wake
+        self._turn = trio.Lock()
 
     async def carry_out(self, ticket: SaveTicket | RestoreTicket) -> None:
         """Ends a ticket, one way or the other."""
@@ -69,6 +71,21 @@ class Saver:
 
     async def save(self, ticket: SaveTicket) -> None:
         """Copies the ticket's cells into host memory and commits it."""
+        pages: list[UInt8Array] | None = None
+        try:
+            async with self._turn:
+                pages = await self._gather_in_time(ticket)
+        except (BackendError, MemoryError) as error:
+            _log.error("failed to save %d tokens: %s", len(ticket.cells), error)
+        finally:
+            if pages is None:
+                self._cache.abort_save(ticket)
+            else:
+                self._cache.commit_save(ticket, pages)
+            self._wake()
+
+    async def _gather_in_time(self, ticket: SaveTicket) -> list[UInt8Array]:
+        """Gathers the ticket's cells, says so as llama-server does, and counts the time it took."""
         started = trio.current_time()
         _log.info("saving idle slot to prompt cache")
         _log.info(
@@ -77,20 +94,11 @@ class Saver:
             ticket.reserved_bytes / MIB,
             len(ticket.cells),
         )
-        pages: list[UInt8Array] | None = None
-        try:
-            pages = await self._gather(ticket)
-        except (BackendError, MemoryError) as error:
-            _log.error("failed to save a prompt of %d tokens: %s", ticket.n_prefix, error)
-        finally:
-            if pages is None:
-                self._cache.abort_save(ticket)
-            else:
-                self._cache.commit_save(ticket, pages)
-            self._wake()
+        pages = await self._gather(ticket)
         seconds = trio.current_time() - started
         self._totals.save_seconds += seconds
         _log.info("prompt cache update took %.2f ms", seconds * 1000)
+        return pages
 
     async def restore(self, ticket: RestoreTicket) -> None:
         """Copies the ticket's records into its cells."""
@@ -131,6 +139,7 @@ class Saver:
         pages = [np.empty((size, n_bytes), np.uint8) for size in page_sizes(len(ticket.cells))]
         done = 0
         for first in range(0, len(pages), _PAGES_AT_ONCE):
+            await trio.lowlevel.checkpoint_if_cancelled()
             gathers = []
             for page in pages[first : first + _PAGES_AT_ONCE]:
                 gathers.append(self._backend.gather_cells(ticket.cells[done : done + len(page)], StagingBuffer(page)))

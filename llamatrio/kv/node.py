@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from llamatrio.kv.packed import PackedKV
 class Node:
     """A run of tokens in the tree, and its KV."""
 
-    __slots__ = ("busy", "cells", "children", "last_used", "n_users", "parent", "records", "refused", "tokens")
+    __slots__ = ("busy", "cells", "children", "n_users", "parent", "records", "tokens")
 
     def __init__(self, tokens: Int32Array, parent: Node | None) -> None:
         self.tokens = tokens
@@ -25,9 +25,6 @@ class Node:
         self.records: PackedKV | None = None
         self.n_users = 0
         self.busy: SaveTicket | RestoreTicket | None = None
-        self.refused = False
-        """The budget cannot take it: do not try to save it again."""
-        self.last_used = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,6 +80,22 @@ def path_up(node: Node) -> Iterator[Node]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def root_of(node: Node) -> Node:
+    """The root of the tree that a node is in."""
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def nodes_below(nodes: Iterable[Node]) -> Iterator[Node]:
+    """These nodes and all that hang on them, parents before children."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
 
 
 def depth_of(node: Node) -> int:

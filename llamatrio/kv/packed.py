@@ -97,13 +97,14 @@ class PackedKV:
 
     def acquire(self) -> int:
         """Counts a user on every page; returns the bytes of pages that had none."""
-        return sum(p.nbytes for p in self._pages() if _count(p, 1) == 1)
+        return sum(p.nbytes for p in self.pages() if _count(p, 1) == 1)
 
     def release(self) -> int:
         """Takes a user off every page; returns the bytes of pages left without one."""
-        return sum(p.nbytes for p in self._pages() if _count(p, -1) == 0)
+        return sum(p.nbytes for p in self.pages() if _count(p, -1) == 0)
 
-    def _pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[Page]:
+        """The pages it lies on, each once."""
         return (s.page for s in self.slices)
 
 

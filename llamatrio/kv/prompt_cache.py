@@ -14,22 +14,26 @@ Rule 3. Saving is begin -> commit | abort. Between them the node is `busy`: neit
         reserved at begin, so the budget holds at every moment. Restoring is the same the other way round.
 Rule 4. A node is cut in two where a sequence leaves its run of tokens. The lower part keeps the identity (locks,
         children and tickets stay valid); the upper part is new. A ticket lists its nodes, and the cut adds one.
-Rule 5. Least recently used goes first. Touching a node touches its ancestors, so leaves are never younger than what
-        they stand on.
+Rule 5. Least recently used goes first. Using a node is using its ancestors: in the order of use, which is kept as a
+        list, every node comes before what it stands on. So one walk from the oldest on finds leaves first, and what
+        they bared afterwards, and it never looks at more than it passes.
+Rule 6. What can never be restored whole is not saved: a node whose prefix is longer than the budget. So nothing that
+        is saved hangs on something that cannot be.
 
 State of a node       cells   records   what may happen
-    resident, dirty     x        -      begin_save; dropped only when the cache is off or has refused it
+    resident, dirty     x        -      begin_save; dropped only when nothing can be saved now
     resident, clean     x        x      cells dropped at once when room is needed
     saved               -        x      begin_restore; records dropped when the budget is needed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 
-from llamatrio.kv.cache_counters import CacheCounters, Ghosts
+from llamatrio.kv.cache_counters import GHOST_TOKENS, CacheCounters, Ghosts
 from llamatrio.kv.cells import Int32Array, KVCells
 from llamatrio.kv.node import (
     Match,
@@ -38,9 +42,11 @@ from llamatrio.kv.node import (
     SaveTicket,
     common_prefix,
     depth_of,
+    nodes_below,
     path_up,
+    root_of,
 )
-from llamatrio.kv.packed import PackedKV, UInt8Array
+from llamatrio.kv.packed import PackedKV, Page, UInt8Array
 
 
 class PromptCache:
@@ -55,14 +61,22 @@ class PromptCache:
         self.used_bytes = 0
         """Records held, and room reserved for saves under way."""
         self.n_saving = 0
+        self.n_entries = 0
+        """Prefixes that can be restored: nodes with records."""
         self.counters = CacheCounters()
         self._cells = cells
         self._roots: dict[str, Node] = {}
+        self._scopes: dict[Node, str] = {}
+        """By root."""
+        self._by_use: OrderedDict[Node, None] = OrderedDict()
+        """All nodes, the least recently used first (rule 5)."""
+        self._resident: OrderedDict[Node, None] = OrderedDict()
+        """Those with cells, in the same order: there are no more of them than the pool has cells."""
         self._ghosts = Ghosts()
 
     # ---------------------------------------------------------------- matching
 
-    def match_prefix(self, scope: str, tokens: Int32Array, now: float) -> Match:
+    def match_prefix(self, scope: str, tokens: Int32Array) -> Match:
         """The longest known prefix of `tokens`. Cuts the last node where the match ends; nothing else changes."""
         node = self.root(scope)
         n = n_resident = 0
@@ -70,12 +84,12 @@ class PromptCache:
         while n < len(tokens) and (child := node.children.get(int(tokens[n]))) is not None:
             same = common_prefix(child.tokens, tokens[n:])
             node = child if same == len(child) else self._cut(child, same)
-            node.last_used = now
             n += len(node)
             if not node.is_resident:
                 to_restore.append(node)
             elif not to_restore:
                 n_resident = n
+        self._use(node)
         return Match(node, n, n_resident, tuple(to_restore))
 
     def count_lookup(self, scope: str, tokens: Int32Array, n_known: int, n_restored: int) -> None:
@@ -110,7 +124,7 @@ class PromptCache:
 
     # ---------------------------------------------------------------- growing
 
-    def extend(self, lane: int, node: Node, p0: int, tokens: Int32Array, now: float) -> Node:
+    def extend(self, lane: int, node: Node, p0: int, tokens: Int32Array) -> Node:
         """Adds the tokens that lane's sequence computed beyond `node`, on which it stands with a lock.
 
         `tokens` are those at positions p0, p0 + 1, ...; node ends at p0. Where the tree knows them already, the
@@ -118,22 +132,19 @@ class PromptCache:
         the sequence's. The lock moves to the node returned, which ends as far as the tree could follow.
         """
         start = node
-        for step in path_up(node):
-            step.last_used = now
         while len(tokens):
             child = node.children.get(int(tokens[0]))
             if child is None:
                 node = self._add_leaf(node, tokens, self._cells.seq_cells(lane, p0, p0 + len(tokens)))
-                node.last_used = now
                 break
             if isinstance(child.busy, RestoreTicket):
                 break  # its cells are being written; the sequence keeps its own
             same = common_prefix(child.tokens, tokens)
             node = child if same == len(child) else self._cut(child, same)
-            node.last_used = now
             self._join(lane, node, p0)
             p0 += same
             tokens = tokens[same:]
+        self._use(node)
         self.lock(node)
         self.unlock(start)
         return node
@@ -148,19 +159,16 @@ class PromptCache:
     # ---------------------------------------------------------------- saving
 
     def begin_save(self, node: Node) -> SaveTicket | None:
-        """Reserves room for every dirty node on the path to `node` and pins their cells.
+        """Reserves room for every dirty node on the path to `node`, dropping the oldest records, and pins their cells.
 
-        None when there is nothing to save, or when the budget cannot take it now.
+        Of a prefix longer than the budget, what lies within (rule 6). None when there is nothing to save, or when the
+        budget cannot take it now: then nothing has changed.
         """
-        nodes = [step for step in reversed(list(path_up(node))) if step.is_dirty and not (step.busy or step.refused)]
+        dirty = [step for step in reversed(list(path_up(node))) if step.is_dirty and not step.busy]
+        nodes = [step for step in dirty if self._can_ever_be_saved(step)]
+        self.counters.saves_refused += len(nodes) < len(dirty) and self.budget_bytes != 0
         n = sum(len(step) for step in nodes)
-        if n == 0 or self.budget_bytes == 0:
-            return None
-        if not self._make_room(n * self.record_bytes):
-            if not self.n_saving:  # otherwise a save that ends may make the room
-                self.counters.saves_refused += 1
-                for step in nodes:
-                    step.refused = True
+        if n == 0 or not self._make_room(n * self.record_bytes):
             return None
         cells = np.concatenate([step.cells for step in nodes if step.cells is not None])
         self._cells.pin(cells)
@@ -173,11 +181,13 @@ class PromptCache:
 
     def begin_save_oldest(self) -> SaveTicket | None:
         """Begins to save the idle dirty node that was used longest ago, so that its cells can be dropped."""
-        idle = [x for x in self.nodes() if x.is_dirty and not (x.n_users or x.busy or x.refused)]
-        for node in sorted(idle, key=lambda x: x.last_used):
-            if (ticket := self.begin_save(node)) is not None:
-                return ticket
+        for node in self._resident:
+            if node.is_dirty and not (node.n_users or node.busy) and self._can_ever_be_saved(node):
+                return self.begin_save(node)
         return None
+
+    def _can_ever_be_saved(self, node: Node) -> bool:
+        return self.budget_bytes is None or depth_of(node) * self.record_bytes <= self.budget_bytes
 
     def unpin_save(self, ticket: SaveTicket) -> None:
         """The cells' bytes have been read. Idempotent."""
@@ -193,6 +203,7 @@ class PromptCache:
         for node in ticket.nodes:
             node.records, records = records.split(len(node))
             self.used_bytes += node.records.acquire()
+        self.n_entries += len(ticket.nodes)
         self.counters.saves += 1
         self.counters.save_bytes += ticket.reserved_bytes
 
@@ -230,6 +241,7 @@ class PromptCache:
         for node in ticket.nodes:
             node.busy = None
             node.cells, cells = cells[: len(node)].copy(), cells[len(node) :]
+        self._use(ticket.nodes[-1])
         self.counters.restores += 1
         self.counters.restore_bytes += len(ticket.cells) * self.record_bytes
 
@@ -245,64 +257,74 @@ class PromptCache:
 
     def _forget(self, node: Node) -> None:
         """Drops the records of a node and all below it, as far as nobody needs them."""
-        for child in list(node.children.values()):
-            self._forget(child)
-        if node.records is not None and self._can_drop_records(node):
-            self._drop_records(node)
+        for step in reversed(list(nodes_below([node]))):
+            if step.records is not None and self._can_drop_records(step):
+                self._drop_records(step)
 
     # ---------------------------------------------------------------- giving up
 
     def drop_cells(self, n: int) -> int:
         """Frees at least n cells of idle nodes that lose nothing by it, oldest first; returns how many were freed."""
-        return self._drop_cells(n, lambda node: node.records is not None)
+        return self._drop_cells(n, dirty=False)
 
     def drop_dirty_cells(self, n: int) -> int:
-        """Frees cells of idle leaves that are not saved and are not going to be; returns how many were freed."""
-        return self._drop_cells(n, lambda node: node.is_dirty and not node.children and self._will_not_be_saved(node))
+        """Frees at least n cells of idle nodes that are not saved and carry nothing; returns how many were freed.
 
-    def _drop_cells(self, n: int, may_go: Callable[[Node], bool]) -> int:
-        """Dropping a leaf can bare the next one, so passes go on while they free something."""
-        before = self._cells.n_free
-        while self._cells.n_free - before < n:
-            idle = [x for x in self.nodes() if x.cells is not None and not x.n_users and not x.busy and may_go(x)]
-            if not idle:
-                break
-            for node in sorted(idle, key=lambda x: (x.last_used, -depth_of(x))):
-                if self._cells.n_free - before >= n:
-                    break
-                assert node.cells is not None
-                self._cells.drop(node.cells)
-                node.cells = None
-                self._remove_if_empty(node)
+        What they hold is lost: for when there is nothing left to save, or no room for it.
+        """
+        return self._drop_cells(n, dirty=True)
+
+    def _drop_cells(self, n: int, *, dirty: bool) -> int:
+        before, candidates = self._cells.n_free, iter(list(self._resident))
+        while self._cells.n_free - before < n and (node := next(candidates, None)) is not None:
+            if node.n_users or node.busy or node.is_dirty != dirty or (dirty and node.children):
+                continue
+            assert node.cells is not None
+            self._cells.drop(node.cells)
+            node.cells = None
+            del self._resident[node]
+            self._remove_if_empty(node)
         return self._cells.n_free - before
 
-    def _will_not_be_saved(self, node: Node) -> bool:
-        return node.refused or self.budget_bytes == 0
-
     def _make_room(self, n_bytes: int) -> bool:
-        """Drops records, oldest first, until n_bytes more fit into the budget."""
-        if self.budget_bytes is None:
-            return True
-        if n_bytes > self.budget_bytes:
-            return False
-        while self.used_bytes + n_bytes > self.budget_bytes:
-            victims = [node for node in self.nodes() if node.records is not None and self._can_drop_records(node)]
-            if not victims:
-                return False
-            for node in sorted(victims, key=lambda x: (x.last_used, -depth_of(x))):
-                self._drop_records(node)
-                if self.used_bytes + n_bytes <= self.budget_bytes:
-                    break
-        return True
+        """Drops records, oldest first, until n_bytes more fit into the budget; none where that cannot be reached."""
+        victims = self._oldest_records(n_bytes)
+        for node in victims or ():
+            self._drop_records(node)
+        return victims is not None
 
-    def _can_drop_records(self, node: Node) -> bool:
-        """Nothing that hangs on the node may be left without its prefix (rule 1)."""
-        return not node.busy and (node.is_resident or not (node.children or node.n_users))
+    def _oldest_records(self, n_bytes: int) -> list[Node] | None:
+        """The nodes that give up their records, in order, so that n_bytes more fit; None: all would not be enough."""
+        if self.budget_bytes is None:
+            return []
+        missing = self.used_bytes + n_bytes - self.budget_bytes
+        victims: list[Node] = []
+        gone: set[Node] = set()
+        users: dict[Page, int] = {}
+        for node in self._by_use:
+            if missing <= 0:
+                break
+            if node.records is None or not self._can_drop_records(node, gone):
+                continue
+            victims.append(node)
+            if not node.is_resident:
+                gone.add(node)
+            for page in node.records.pages():
+                users[page] = users.get(page, page.n_users) - 1
+                missing -= page.nbytes if users[page] == 0 else 0
+        return victims if missing <= 0 else None
+
+    def _can_drop_records(self, node: Node, gone: Container[Node] = ()) -> bool:
+        """Nothing that hangs on the node, but what is `gone` by then, may be left without its prefix (rule 1)."""
+        if node.busy or node.is_resident:
+            return not node.busy
+        return not node.n_users and all(child in gone for child in node.children.values())
 
     def _drop_records(self, node: Node) -> None:
         assert node.records is not None
         freed = node.records.release()
         node.records = None
+        self.n_entries -= 1
         self.used_bytes -= freed
         self.counters.evicted_bytes += freed
         self._remove_if_empty(node)
@@ -310,30 +332,28 @@ class PromptCache:
     def _remove_if_empty(self, node: Node) -> None:
         if node.cells is None and node.records is None and not node.children and node.parent is not None:
             assert not node.n_users
-            steps = list(path_up(node))
-            scope = next(name for name, root in self._roots.items() if root is steps[-1].parent)
-            self._ghosts.add(scope, np.concatenate([step.tokens for step in reversed(steps)]))
+            self._remember(node)
+            del self._by_use[node]
             del node.parent.children[int(node.tokens[0])]
+
+    def _remember(self, node: Node) -> None:
+        """A prefix has been evicted: the next miss can say so."""
+        first: Sequence[Int32Array] = []
+        n, path = 0, reversed(list(path_up(node)))
+        while n < GHOST_TOKENS and (step := next(path, None)) is not None:
+            first, n = [*first, step.tokens], n + len(step)
+        self._ghosts.add(self._scopes[root_of(node)], np.concatenate(first))
 
     # ---------------------------------------------------------------- looking
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    @property
-    def n_entries(self) -> int:
-        """Prefixes that can be restored: nodes with records."""
-        return sum(node.records is not None for node in self.nodes())
+        return nodes_below(child for root in self._roots.values() for child in root.children.values())
 
     @property
     def n_idle_cells(self) -> int:
         """Cells of nodes that no sequence stands on."""
-        return sum(len(node) for node in self.nodes() if node.is_resident and not node.n_users)
+        return sum(len(node) for node in self._resident if not node.n_users)
 
     def path(self, node: Node, n_tokens: int) -> list[Node]:
         """The nodes from the root to `node` that spell its first n_tokens tokens, which end with one of them."""
@@ -358,13 +378,17 @@ class PromptCache:
         assert self.used_bytes == sum(page.nbytes for page in pages.values()) + reserved
         assert self.budget_bytes is None or self.used_bytes <= self.budget_bytes
         assert self.n_saving == len(saves)
+        assert self.n_entries == sum(node.records is not None for node in self.nodes())
+        assert set(self._by_use) == set(self.nodes())
+        assert list(self._resident) == [node for node in self._by_use if node.is_resident]
+        place = {node: i for i, node in enumerate(self._by_use)}
         for node in self.nodes():
             assert node.parent is not None
             assert len(node) > 0
             assert node.parent.children[int(node.tokens[0])] is node
             assert node.cells is not None or node.records is not None
             assert node.n_users >= sum(child.n_users for child in node.children.values())
-            assert node.parent.parent is None or node.last_used <= node.parent.last_used
+            assert node.parent.parent is None or place[node] < place[node.parent]
             assert node.cells is None or len(node.cells) == len(node)
             assert node.records is None or len(node.records) == len(node)
 
@@ -381,7 +405,17 @@ class PromptCache:
         """The empty prefix of a scope."""
         if (root := self._roots.get(scope)) is None:
             root = self._roots[scope] = Node(np.empty(0, np.int32), None)
+            self._scopes[root] = scope
         return root
+
+    def _use(self, node: Node) -> None:
+        """The node and what it stands on are the most recently used ones (rule 5)."""
+        for step in path_up(node):
+            self._by_use[step] = None
+            self._by_use.move_to_end(step)
+            if step.is_resident:
+                self._resident[step] = None
+                self._resident.move_to_end(step)
 
     def _add_leaf(self, parent: Node, tokens: Int32Array, cells: Int32Array) -> Node:
         node = Node(tokens.copy(), parent)
@@ -391,11 +425,11 @@ class PromptCache:
         return node
 
     def _cut(self, node: Node, n: int) -> Node:
-        """Cuts a node after its first n tokens and returns the new upper part (rule 4)."""
+        """Cuts a node after its first n tokens and returns the new upper part (rule 4), which the caller uses."""
         assert node.parent is not None
         assert 0 < n < len(node)
         upper = Node(node.tokens[:n].copy(), node.parent)
-        upper.n_users, upper.last_used, upper.refused = node.n_users, node.last_used, node.refused
+        upper.n_users = node.n_users
         upper.children = {int(node.tokens[n]): node}
         node.parent.children[int(node.tokens[0])] = upper
         node.parent = upper
@@ -408,6 +442,7 @@ class PromptCache:
             upper.records.acquire()
             node.records.acquire()
             whole.release()
+            self.n_entries += 1
         if node.busy is not None:
             upper.busy = node.busy
             at = node.busy.nodes.index(node)

@@ -8,9 +8,9 @@ Rule 1. Every running sequence decodes one token in every step. Prompts get the 
 Rule 2. A prompt is cut only at multiples of PIECE positions, or at its end. Backends choose the numeric path of a
         prompt row within such pieces, so a prompt's numbers do not depend on the load.
 Rule 3. When cells run out: (a) cells of saved idle prefixes are dropped; (b) idle prefixes that are not saved are
-        saved, and waited for; (c) where they cannot be saved they are dropped; (d) the youngest running sequence is
-        preempted: its cells become an idle prefix and it waits at the head of the queue; (e) a sequence that is alone
-        and still does not fit ends with reason `length`.
+        saved, and waited for; (c) where they cannot be saved they are dropped; (d) a running sequence is preempted,
+        one whose reader sleeps before the youngest: its cells become an idle prefix and it waits at the head of the
+        queue; (e) a sequence that is alone and still does not fit ends with reason `length`.
 Rule 4. A sequence that turns idle becomes a prefix in the prompt cache at once, and a save of what is new begins.
 """
 
@@ -211,12 +211,13 @@ class Scheduler:
     # ---------------------------------------------------------------- admission
 
     def _admit(self, now: float) -> None:
-        """Gives lanes to waiting sequences, in order; one that waits for a lane of its own holds up nobody else."""
+        """Gives lanes to waiting sequences, in order; one that waits for a lane of its own, or for its reader, holds up
+        nobody else."""
         for seq in list(self.waiting):
             if not self._free_lanes:
                 return
             lane = self._lane_for(seq)
-            if lane is None:
+            if lane is None or seq.is_paused:
                 continue
             if self._was_refused(seq) or not self._has_room_to_start(seq, now):
                 self._refused = self._room_changes(seq)
@@ -245,15 +246,17 @@ class Scheduler:
         return seq.id, self._n_retired, self.cache.counters.saves + self.cache.counters.saves_aborted
 
     def _has_room_to_start(self, seq: Sequence, now: float) -> bool:
-        """Whether there are cells for all that is to be restored and for a first piece.
+        """Whether there are cells for all that is to be restored and for a first piece; where it was preempted, for all
+        that it had.
 
         With fewer it would evaluate again what is saved: that takes as many cells and more time, and a preempted
-        sequence would go on with other numbers than it had.
+        sequence would go on with other numbers than it had, or be preempted before it gets as far as it was.
         """
-        match = self.cache.match_prefix(seq.request.scope, self._known(seq), now)
+        match = self.cache.match_prefix(seq.request.scope, self._known(seq))
         n_missing = sum(len(node) for node in match.to_restore if not node.busy) if seq.may_restore else 0
         self.cache.lock(match.node)  # its resident part must not make room for the rest
-        room = self._reserve(n_missing + min(seq.n_pending - match.n_tokens, PIECE))
+        n_new = seq.n_pending - match.n_tokens
+        room = self._reserve(n_missing + (n_new if seq.resumed else min(n_new, PIECE)))
         self.cache.unlock(match.node)
         return room == "ok" or (room == "full" and not self.running)
 
@@ -267,7 +270,7 @@ class Scheduler:
         if seq.node is not None:
             self._unlock(seq)
         known = self._known(seq)
-        match = self.cache.match_prefix(seq.request.scope, known, now)
+        match = self.cache.match_prefix(seq.request.scope, known)
         self.cache.lock(match.node)
         seq.node = match.node
         if match.to_restore and seq.may_restore and self._begin_restore(seq, match.to_restore):
@@ -317,16 +320,16 @@ class Scheduler:
         return seq.status is Status.RUNNING and not seq.is_paused
 
     def _plan_decode(self, planned: Flight, seq: Sequence, now: float) -> None:
-        while (room := self._reserve(1)) == "full" and self._take_from_youngest(seq, now):
+        while (room := self._reserve(1)) == "full" and self._take_from_another(seq, now):
             pass
         if room == "ok":
             self._plan(planned, seq, 1, is_decode=True)
         else:
             self._is_short = True
 
-    def _take_from_youngest(self, seq: Sequence, now: float) -> bool:
-        """Preempts the youngest for `seq`; False when that is itself: it waits, or ends if it is alone."""
-        victim = self._youngest()
+    def _take_from_another(self, seq: Sequence, now: float) -> bool:
+        """Preempts one for `seq` (rule 3d); False when that is itself: it waits, or ends if it is alone."""
+        victim = self._most_dispensable()
         if victim is not seq:
             self._preempt(victim, now)
             return True
@@ -353,9 +356,9 @@ class Scheduler:
     def _make_room_for_prompt(self, planned: Flight, seq: Sequence, n: int, now: float) -> bool:
         """A prompt waits for cells as long as anybody else makes progress; only then does it take them."""
         while (room := self._reserve(n)) == "full" and not planned.parts:
-            if not self._take_from_youngest(seq, now):
+            if not self._take_from_another(seq, now):
                 break
-        self._is_short = room != "ok"
+        self._is_short |= room != "ok"
         return room == "ok"
 
     def _plan(self, planned: Flight, seq: Sequence, n: int, *, is_decode: bool) -> None:
@@ -383,7 +386,7 @@ class Scheduler:
         """The sequence's first n tokens become a prefix that others can use while it runs on."""
         assert seq.lane is not None
         assert seq.node is not None
-        seq.node = self.cache.extend(seq.lane, seq.node, seq.n_shared, seq.array(seq.n_shared, n), now)
+        seq.node = self.cache.extend(seq.lane, seq.node, seq.n_shared, seq.array(seq.n_shared, n))
         seq.n_shared = self.cache.depth(seq.node)
 
     def _retire(self, seq: Sequence, now: float) -> None:
@@ -410,8 +413,9 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.n_preempted += 1
 
-    def _youngest(self) -> Sequence:
-        return next(seq for seq in reversed(self.running) if seq.status is Status.RUNNING)
+    def _most_dispensable(self) -> Sequence:
+        running = [seq for seq in reversed(self.running) if seq.status is Status.RUNNING]
+        return next((seq for seq in running if seq.is_paused), running[0])
 
     def _reserve(self, n: int) -> Room:
         """Sees to it that n cells are free, as far as idle prefixes allow (rule 3, a to c)."""
@@ -425,7 +429,7 @@ class Scheduler:
         if (ticket := self.cache.begin_save_oldest()) is not None:
             self._jobs.append(ticket)
             return "wait"
-        self.cache.drop_dirty_cells(n - self.cells.n_free)
+        self.cache.drop_dirty_cells(max(n - self.cells.n_free, MIN_DROP))
         return "ok" if n <= self.cells.n_free else "full"
 
     def _is_in_flight(self, seq: Sequence) -> bool:

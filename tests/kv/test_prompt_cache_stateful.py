@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamatrio.kv.cells import KVCells
 from llamatrio.kv.node import Node, RestoreTicket, SaveTicket
@@ -17,7 +17,6 @@ from llamatrio.kv.packed import page_sizes
 from llamatrio.kv.prompt_cache import PromptCache
 
 RECORD = 8
-BUDGET = 40 * RECORD
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 scopes = st.sampled_from(["", "tenant"])
 
@@ -30,16 +29,16 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cells = KVCells(64, 4, 16)
-        self.cache = PromptCache(self.cells, RECORD, BUDGET)
+        self.cache = PromptCache(self.cells, RECORD, None)
         self.pool = np.zeros(64, np.uint64)
         self.running: dict[int, tuple[str, tuple[int, ...], Node, int]] = {}
         self.saves: list[tuple[SaveTicket, np.ndarray]] = []
         self.restores: list[RestoreTicket] = []
-        self.now = 0.0
 
-    def tick(self) -> float:
-        self.now += 1
-        return self.now
+    @initialize(n_records=st.sampled_from([0, 8, 40, None]))
+    def budget(self, n_records: int | None) -> None:
+        """Of 8 records: less than some prompts have tokens."""
+        self.cache.budget_bytes = None if n_records is None else n_records * RECORD
 
     def check_path(self, scope: str, tokens: tuple[int, ...], node: Node) -> None:
         """Every cell on the path holds what belongs to its prefix."""
@@ -55,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(scope=scopes, tokens=prompts)
     def start(self, scope: str, tokens: tuple[int, ...]) -> None:
         lane = next(i for i in range(4) if i not in self.running)
-        match = self.cache.match_prefix(scope, np.array(tokens, np.int32), self.tick())
+        match = self.cache.match_prefix(scope, np.array(tokens, np.int32))
         self.check_path(scope, tokens, match.node)
         assert match.n_resident <= match.n_tokens <= len(tokens)
         path = self.cache.path(match.node, match.n_tokens)
@@ -81,7 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
     def turn_idle(self, data: st.DataObject, save: bool) -> None:
         lane = data.draw(st.sampled_from(sorted(self.running)))
         scope, tokens, node, shared = self.running.pop(lane)
-        end = self.cache.extend(lane, node, shared, np.array(tokens[shared:], np.int32), self.tick())
+        end = self.cache.extend(lane, node, shared, np.array(tokens[shared:], np.int32))
         self.check_path(scope, tokens, end)
         for p, cell in enumerate(self.cells.seq_cells(lane)):
             assert self.pool[cell] == fingerprint(scope, tokens[: p + 1]), "the sequence went over to a wrong cell"
@@ -115,7 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(scope=scopes, tokens=prompts)
     def restore(self, scope: str, tokens: tuple[int, ...]) -> None:
-        match = self.cache.match_prefix(scope, np.array(tokens, np.int32), self.tick())
+        match = self.cache.match_prefix(scope, np.array(tokens, np.int32))
         nodes = match.to_restore
         if not nodes or any(node.busy for node in nodes) or sum(map(len, nodes)) > self.cells.n_free:
             return
@@ -154,9 +153,30 @@ class CacheMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.cache.check_invariants()
         self.cells.check_invariants(self.cache.held_cells())
-        assert self.cache.used_bytes <= BUDGET
 
     def teardown(self) -> None:
+        self.check_contents()
+        self.check_all_cells_can_be_had()
+
+    def check_all_cells_can_be_had(self) -> None:
+        """When everybody has left and nothing is under way, the scheduler's rule 3 frees every cell."""
+        for lane, (_, tokens, node, shared) in self.running.items():
+            end = self.cache.extend(lane, node, shared, np.array(tokens[shared:], np.int32))
+            self.cells.seq_rm(lane)
+            self.cache.unlock(end)
+        for ticket, _ in self.saves:
+            self.cache.abort_save(ticket)
+        for restore in self.restores:
+            self.cache.abort_restore(restore, forget=False)
+        while self.cache.drop_cells(64) or self.cells.n_free < 64:
+            if (ticket := self.cache.begin_save_oldest()) is not None:
+                sizes = page_sizes(len(ticket.cells))
+                self.cache.commit_save(ticket, [np.zeros((size, RECORD), np.uint8) for size in sizes])
+            elif self.cells.n_free < 64:
+                assert self.cache.drop_dirty_cells(64), "idle cells are stuck"
+        self.sound()
+
+    def check_contents(self) -> None:
         """Whatever is in the tree can be matched and holds the right contents."""
         for scope in ("", "tenant"):
             root = self.cache.root(scope)
@@ -172,17 +192,17 @@ TestPromptCache = CacheMachine.TestCase
 TestPromptCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def run(cache: PromptCache, cells: KVCells, tokens: tuple[int, ...], now: float, scope: str = "") -> Node:
+def run(cache: PromptCache, cells: KVCells, tokens: tuple[int, ...], scope: str = "") -> Node:
     """A sequence comes, computes what is not resident, and goes."""
     ids = np.array(tokens, np.int32)
-    match = cache.match_prefix(scope, ids, now)
+    match = cache.match_prefix(scope, ids)
     node = (cache.path(match.node, match.n_tokens) or [cache.root(scope)])[-1]
     assert match.n_resident == match.n_tokens
     cache.lock(node)
     for step in cache.path(node, match.n_tokens):
         cells.seq_share(0, step.cells)
     cells.seq_grow(0, len(tokens) - match.n_tokens)
-    end = cache.extend(0, node, match.n_tokens, ids[match.n_tokens :], now)
+    end = cache.extend(0, node, match.n_tokens, ids[match.n_tokens :])
     cells.seq_rm(0)
     cache.unlock(end)
     return end
@@ -204,15 +224,15 @@ def make(budget: int | None = None) -> tuple[KVCells, PromptCache]:
 
 def test_the_next_turn_of_a_conversation_saves_only_its_new_tokens() -> None:
     cells, cache = make()
-    assert save(cache, run(cache, cells, tuple(range(20)), 1)) == 20
-    assert save(cache, run(cache, cells, tuple(range(33)), 2)) == 13
-    assert save(cache, run(cache, cells, tuple(range(20)), 3)) == 0
+    assert save(cache, run(cache, cells, tuple(range(20)))) == 20
+    assert save(cache, run(cache, cells, tuple(range(33)))) == 13
+    assert save(cache, run(cache, cells, tuple(range(20)))) == 0
     assert cache.used_bytes == 33 * RECORD
 
 
 def test_no_hit_before_commit_and_none_after_abort() -> None:
     cells, cache = make()
-    node = run(cache, cells, (1, 2, 3), 1)
+    node = run(cache, cells, (1, 2, 3))
     ticket = cache.begin_save(node)
     assert ticket is not None
     assert cache.begin_save(node) is None, "two saves of one prefix were begun"
@@ -225,34 +245,86 @@ def test_no_hit_before_commit_and_none_after_abort() -> None:
 
 def test_a_prefix_cut_while_it_is_saved_is_saved_in_both_parts() -> None:
     cells, cache = make()
-    ticket = cache.begin_save(run(cache, cells, (1, 2, 3, 4), 1))
+    ticket = cache.begin_save(run(cache, cells, (1, 2, 3, 4)))
     assert ticket is not None
-    match = cache.match_prefix("", np.array([1, 2, 9], np.int32), 2)
+    match = cache.match_prefix("", np.array([1, 2, 9], np.int32))
     assert match.n_tokens == 2
     cache.commit_save(ticket, [np.arange(4 * RECORD, dtype=np.uint8).reshape(4, RECORD)])
     assert cache.drop_cells(100) == 4
-    match = cache.match_prefix("", np.array([1, 2, 3, 4], np.int32), 3)
+    match = cache.match_prefix("", np.array([1, 2, 3, 4], np.int32))
     assert (match.n_tokens, match.n_resident, len(match.to_restore)) == (4, 0, 2)
     cache.check_invariants()
 
 
-def test_an_entry_larger_than_the_budget_is_refused_once_and_its_cells_can_be_dropped() -> None:
+def test_an_entry_larger_than_the_budget_is_refused_and_its_cells_can_be_dropped() -> None:
     cells, cache = make(budget=4 * RECORD)
-    node = run(cache, cells, (1, 2, 3, 4, 5), 1)
+    node = run(cache, cells, (1, 2, 3, 4, 5))
     assert cache.begin_save(node) is None
     assert cache.counters.saves_refused == 1
-    assert cache.begin_save(node) is None
-    assert cache.counters.saves_refused == 1
+    assert cache.begin_save_oldest() is None
     assert cache.drop_dirty_cells(1) == 5
+
+
+def test_a_conversation_that_outgrows_the_budget_keeps_what_fits_and_no_cells() -> None:
+    """Its later turns are not saved by themselves: nobody could ever restore them."""
+    cells, cache = make(budget=4 * RECORD)
+    assert save(cache, run(cache, cells, (1, 2, 3))) == 3
+    for n in (6, 9, 12):
+        assert save(cache, run(cache, cells, tuple(range(1, n + 1)))) == 0
+    cache.drop_cells(100)
+    assert cache.begin_save_oldest() is None
+    cache.drop_dirty_cells(100)
+    assert cells.n_free == 100
+    assert cache.match_prefix("", np.arange(1, 13, dtype=np.int32)).n_tokens == 3
+
+
+def test_a_save_without_room_evicts_nothing_and_finds_room_later() -> None:
+    cells, cache = make(budget=8 * RECORD)
+    for start in (10, 20):
+        save(cache, run(cache, cells, tuple(range(start, start + 4))))
+    cache.drop_cells(100)
+    restored = cache.match_prefix("", np.arange(10, 14, dtype=np.int32))
+    ticket = cache.begin_restore(restored.to_restore)
+    node = run(cache, cells, tuple(range(30, 36)))
+    assert save(cache, node) == 0, "the records that are being restored were dropped"
+    assert cache.n_entries == 2
+    cache.commit_restore(ticket)
+    assert save(cache, node) == 6
+
+
+def test_a_failed_restore_forgets_a_conversation_of_any_depth() -> None:
+    cells = KVCells(2000, 1, 2000)
+    cache = PromptCache(cells, RECORD, None)
+    for n in range(1, 1500):
+        save(cache, run(cache, cells, tuple(range(n))))
+    cache.drop_cells(2000)
+    match = cache.match_prefix("", np.arange(1, dtype=np.int32))
+    cache.abort_restore(cache.begin_restore(match.to_restore), forget=True)
+    assert cache.n_entries == cache.used_bytes == len(list(cache.nodes())) == 0
+
+
+def test_making_room_looks_at_what_goes_not_at_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's end saves, each save of a full cache evicts: among 50,000 entries that once took 0.1 s."""
+    cells, cache = make(budget=1000 * RECORD)
+    looked: list[Node] = []
+    can_drop = PromptCache._can_drop_records
+    monkeypatch.setattr(
+        PromptCache, "_can_drop_records", lambda self, node, *gone: looked.append(node) or can_drop(self, node, *gone)
+    )
+    for i in range(1200):
+        save(cache, run(cache, cells, (i, 0, 0, 0)))
+        cache.drop_cells(100)
+    assert cache.n_entries == 250
+    assert len(looked) <= 1200
 
 
 def test_the_oldest_entry_makes_room_and_its_miss_says_why() -> None:
     cells, cache = make(budget=8 * RECORD)
-    for now, start in enumerate((10, 20, 30)):
-        save(cache, run(cache, cells, tuple(range(start, start + 4)), now))
+    for start in (10, 20, 30):
+        save(cache, run(cache, cells, tuple(range(start, start + 4))))
     cache.drop_cells(100)
     first = np.arange(10, 14, dtype=np.int32)
-    match = cache.match_prefix("", first, 9)
+    match = cache.match_prefix("", first)
     assert match.n_tokens == 4, "the entry is still resident, only its records made room"
     cache.begin_save_oldest()
     assert cache.used_bytes <= 8 * RECORD
@@ -264,17 +336,17 @@ def test_the_oldest_entry_makes_room_and_its_miss_says_why() -> None:
 )
 def test_every_miss_has_its_reason(scope: str, tokens: tuple[int, ...], reason: str) -> None:
     cells, cache = make(budget=3 * RECORD)
-    save(cache, run(cache, cells, (5, 6, 7), 1))
+    save(cache, run(cache, cells, (5, 6, 7)))
     cache.drop_cells(3)
-    save(cache, run(cache, cells, (1, 2, 3), 2))
+    save(cache, run(cache, cells, (1, 2, 3)))
     ids = np.array(tokens, np.int32)
-    match = cache.match_prefix(scope, ids, 3)
+    match = cache.match_prefix(scope, ids)
     cache.count_lookup(scope, ids, match.n_resident, 0)
     assert dict(cache.counters.misses) == {reason: 1}
 
 
 def test_scopes_never_see_each_other() -> None:
     cells, cache = make()
-    run(cache, cells, (1, 2, 3), 1, scope="a")
-    assert cache.match_prefix("b", np.array([1, 2, 3], np.int32), 2).n_tokens == 0
-    assert cache.match_prefix("a", np.array([1, 2, 3], np.int32), 3).n_tokens == 3
+    run(cache, cells, (1, 2, 3), scope="a")
+    assert cache.match_prefix("b", np.array([1, 2, 3], np.int32)).n_tokens == 0
+    assert cache.match_prefix("a", np.array([1, 2, 3], np.int32)).n_tokens == 3

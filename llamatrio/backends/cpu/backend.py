@@ -1,9 +1,10 @@
 """The CPU backend: a model in one arena, a compute thread with its team, and a copy thread.
 
 Two queues, as the Backend protocol has them. *compute* is one thread, member 0 of the team, which runs the steps in
-order (compute.py). *copy* is one thread, which moves cells to and from records while steps run, a slice at a time. Its
-priority is not low: where the team has all cores that would mean milliseconds until a slice of microseconds gets its
-turn. A gather waits for the step queued last before it, so it reads what those steps wrote.
+order (compute.py). *copy* is two threads, which move cells to and from records while steps run, a slice at a time: one
+for saves and one for restores, for which somebody waits. Their priority is not low: where the team has all cores that
+would mean milliseconds until a slice of microseconds gets its turn. A gather waits for the step queued last before it,
+so it reads what those steps wrote. A scatter needs no order: its cells are nobody else's until it is done.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class CpuBackend:
 
     def __init__(self, spec: ModelSpec, machine: Machine, compute: ComputeThread, level: Level, max_rows: int) -> None:
         self._spec, self._machine, self._compute, self._level, self._max_rows = spec, machine, compute, level, max_rows
-        self._copy = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-copy")
+        self._gathers = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-gather")
+        self._scatters = ThreadPoolExecutor(1, thread_name_prefix="llamatrio-scatter")
         self._takes_every_core = compute.n_threads >= config.n_usable_cores()
         self._last_step: Future[StepOutput] | None = None
         self._is_closed = False
@@ -85,13 +87,13 @@ class CpuBackend:
     def gather_cells(self, cells: Int32Array, staging: StagingBuffer) -> Gather:
         """Queues copying `cells` [n] into the first n records of `staging`, after the steps queued so far."""
         wanted = self._checked_cells(cells, staging)
-        done = self._copy.submit(self._gather, wanted, staging, self._last_step)
+        done = self._gathers.submit(self._gather, wanted, staging, self._last_step)
         return Gather(cells_free=done, landed=done)
 
     def scatter_cells(self, staging: StagingBuffer, cells: Int32Array) -> Future[None]:
         """Queues copying the first n records of `staging` into `cells` [n]."""
         wanted = self._checked_cells(cells, staging)
-        return self._copy.submit(self._scatter, staging, wanted)
+        return self._scatters.submit(self._scatter, staging, wanted)
 
     def new_staging(self, n_records: int) -> StagingBuffer:
         """Ordinary memory, for whoever wants some: nothing needs pinning here."""
@@ -104,7 +106,8 @@ class CpuBackend:
         self._is_closed = True
         if self._last_step is not None:
             self._last_step.exception()
-        self._copy.shutdown()
+        self._gathers.shutdown()
+        self._scatters.shutdown()
 
     def _gather(self, cells: Int32Array, staging: StagingBuffer, after: Future[StepOutput] | None) -> None:
         if after is not None:

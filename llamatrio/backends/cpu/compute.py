@@ -128,8 +128,15 @@ class ComputeThread:
         while self._enter(0):
             posted = self._posted
             assert posted is not None
-            output = posted.results.step_output(time.perf_counter() - posted.started)
+            error: Exception | None = None
+            try:
+                output = posted.results.step_output(time.perf_counter() - posted.started)
+            except Exception as caught:  # whoever waits must hear of it
+                error = caught
             with self._lock:
                 self._posted = None
                 self._post_next()
-            posted.future.set_result(output)
+            if error is None:
+                posted.future.set_result(output)
+            else:
+                posted.future.set_exception(error)
