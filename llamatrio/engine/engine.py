@@ -156,6 +156,8 @@ class Engine:
             raise RequestError("expected a prompt of at least one token", field="prompt")
         if bad := [token for token in request.tokens if not 0 <= token < n_vocab]:
             raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="prompt")
+        if bad := [token for token, _ in request.sampling.logit_bias if not 0 <= token < n_vocab]:
+            raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="logit_bias")
         if request.lane is not None and not 0 <= request.lane < self.config.n_parallel:
             raise RequestError(
                 f"expected a slot from 0 to {self.config.n_parallel - 1}, not {request.lane}", field="id_slot"

@@ -135,6 +135,8 @@ def candidates_of_row(
     for token, count in counts.items():
         logits[token] = _penalize(float(logits[token]), count, params)
     logits[list(banned)] = -math.inf
+    if logits.max() == -math.inf:
+        logits[:] = 0.0  # everything is banned: then nothing is
     keep = np.flatnonzero(logits >= _floor(logits, params))
     order = keep[np.lexsort((keep, -logits[keep]))]
     if params.temperature <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,9 @@ FloatArray = NDArray[np.float32]
 
 FinishReason = Literal["stop", "word", "length", "cancelled", "error"]
 """stop: an end-of-generation token. word: a stop string. length: a limit of tokens or of context."""
+
+LARGEST = 1e9
+"""Of any number that changes logits: sums and products of these stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,18 @@ class SamplingParams:
     """Report this many of the likeliest tokens with each token."""
     post_sampling_probs: bool = False
     """Report the probabilities after the sampling chain instead of the model's own."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what could make a NaN of a logit: the sampler relies on there being none."""
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= LARGEST:
+                raise ValueError(f"expected {name} from {-LARGEST:g} to {LARGEST:g}, not {getattr(self, name)}")
+        if self.repeat_penalty < 1 / LARGEST:
+            raise ValueError(f"expected repeat_penalty from {1 / LARGEST:g} on, not {self.repeat_penalty}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ValueError(f"expected seed to be an integer, not {self.seed!r}")
+        if bad := [bias for _, bias in self.logit_bias if not (abs(bias) <= LARGEST or bias == -math.inf)]:
+            raise ValueError(f"expected logit_bias from {-LARGEST:g} to {LARGEST:g}, or -inf, not {bad[0]}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from llamatrio.errors import RequestError
 from llamatrio.model.tokenizer import Tokenizer
+from llamatrio.sched.types import LARGEST
 
 
 class Prompt(NamedTuple):
@@ -126,7 +127,7 @@ def _check_part(part: Any, place: str) -> None:
 def read_logit_bias(value: Any, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Biases by token id, from {"id": bias} or [[id or text, bias], ...]; a bias of false bans the token.
 
-    A text stands for each of its tokens.
+    A text stands for each of its tokens; what is named twice gets the sum.
     """
     if value is None:
         return ()
@@ -136,11 +137,14 @@ def read_logit_bias(value: Any, tokenizer: Tokenizer) -> tuple[tuple[int, float]
         pairs = [_pair(item, f"logit_bias[{i}]") for i, item in enumerate(value)]
     else:
         raise RequestError("logit_bias: expected an object or a list of pairs", field="logit_bias")
-    biases: list[tuple[int, float]] = []
+    biases: dict[int, float] = {}
     for token, bias, place in pairs:
         weight = _read_bias(bias, place)
-        biases += [(id, weight) for id in _ids_of(token, tokenizer, place)]
-    return tuple(biases)
+        for id in _ids_of(token, tokenizer, place):
+            biases[id] = biases.get(id, 0.0) + weight
+            if not (abs(biases[id]) <= LARGEST or biases[id] == -math.inf):
+                raise RequestError(f"{place}: expected biases up to {LARGEST:g}", field=place)
+    return tuple(biases.items())
 
 
 def _id_of_key(key: str) -> int | str | None:

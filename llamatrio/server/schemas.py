@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from llamatrio.errors import RequestError
-from llamatrio.sched.types import SamplingParams
+from llamatrio.sched.types import LARGEST, SamplingParams
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
+Sane = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 TokenLimit = Annotated[int, Meta(ge=-2)]
 MAX_PROBS = 256
 """Most tokens that a position's report may list."""
@@ -97,15 +98,15 @@ class GenerationBody(Unoffered, kw_only=True):
     n_predict: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     max_tokens: TokenLimit | None = None
-    temperature: float | None = None
+    temperature: Sane | None = None
     top_k: int | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
     seed: int | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=1 / LARGEST, le=LARGEST)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Sane | None = None
+    frequency_penalty: Sane | None = None
     logit_bias: Any = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None

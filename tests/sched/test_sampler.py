@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamatrio.sched import sampler
-from llamatrio.sched.sampler import Row
+from llamatrio.sched.sampler import Row, next_token
 from llamatrio.sched.types import SamplingParams
 
 N = 300
@@ -136,3 +137,46 @@ def test_b10_the_penalty_window_spans_prompt_and_output() -> None:
     params = SamplingParams(repeat_penalty=1.5, repeat_last_n=3)
     assert dict(sampler.window([9, 1, 2, 2], params)) == {1: 1, 2: 2}
     assert sampler.window([9, 1], SamplingParams()) == {}
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+def test_params_that_make_no_numbers_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("repeat_penalty", 0.0), ("seed", 1.5), ("logit_bias", ((1, math.inf),)), ("logit_bias", ((1, math.nan),))],
+)
+def test_params_that_the_sampler_cannot_take_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+wild = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([0.0, 1e9, -1e9]))
+
+
+@given(
+    st.lists(st.one_of(st.floats(-100, 100, width=32), st.just(-math.inf)), min_size=3, max_size=12),
+    st.builds(
+        SamplingParams,
+        temperature=wild,
+        top_k=st.integers(-1, 12),
+        top_p=st.floats(0, 1),
+        min_p=st.floats(0, 1),
+        repeat_penalty=st.floats(1e-9, 1e9),
+        frequency_penalty=wild,
+        presence_penalty=wild,
+        logit_bias=st.lists(st.tuples(st.integers(0, 2), st.one_of(wild, st.just(-math.inf))), max_size=3).map(tuple),
+    ),
+    st.lists(st.integers(0, 2), min_size=1, max_size=8),
+    st.sets(st.integers(0, 2)),
+)
+def test_any_params_choose_a_token_of_any_row(
+    logits: list[float], params: SamplingParams, tokens: list[int], banned: set[int]
+) -> None:
+    """One request's numbers never end the server, for whose other requests the sampler works as well."""
+    row = Row(full=np.array(logits, np.float32), ids=(), logits=(), logsumexp=0.0)
+    assert 0 <= next_token(row, params, tokens, banned, seed=1).id < len(logits)
