@@ -26,9 +26,9 @@ class EngineConfig:
     type_k: KVType = "f16"
     type_v: KVType = "f16"
     n_batch: int = 2048
-    """Most rows in one step."""
+    """Most rows in one step; never fewer than a piece of a prompt (64) beside all streams."""
     n_ubatch: int = 512
-    """Most prompt rows in one step."""
+    """Most prompt rows in one step; at least 64."""
     n_threads: int = 0
     """CPU threads for the step; 0 takes the cores this process may use."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

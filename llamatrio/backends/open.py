@@ -11,6 +11,7 @@ from llamatrio.backends.cuda.driver import require_driver
 from llamatrio.config import EngineConfig
 from llamatrio.errors import BackendUnavailableError
 from llamatrio.model.model import Model
+from llamatrio.sched.types import PIECE
 
 _log = logging.getLogger("llamatrio.engine")
 
@@ -94,4 +95,5 @@ def _n_cells(model: Model, config: EngineConfig) -> int:
 
 
 def _max_rows(config: EngineConfig) -> int:
-    return min(config.n_batch, config.n_ubatch + config.n_parallel)
+    # A prompt is cut at multiples of PIECE: with less room than one beside all streams it would never start.
+    return max(min(config.n_batch, config.n_ubatch + config.n_parallel), PIECE + config.n_parallel)

@@ -28,7 +28,7 @@ from llamatrio.kv.prompt_cache import PromptCache
 from llamatrio.model.model import Model, open_model
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
-from llamatrio.sched.types import Request, SamplingParams
+from llamatrio.sched.types import PIECE, Request, SamplingParams
 
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
 _SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
@@ -50,8 +50,8 @@ class Engine:
         limits = Limits(
             n_parallel=config.n_parallel,
             n_ctx_seq=self.n_ctx_seq,
-            n_batch=min(config.n_batch, backend.max_rows),
-            n_ubatch=min(config.n_ubatch, backend.max_rows),
+            n_batch=min(max(config.n_batch, PIECE + config.n_parallel), backend.max_rows),
+            n_ubatch=min(max(config.n_ubatch, PIECE), backend.max_rows),
             eog_ids=model.tokenizer.eog_ids,
             save_when_idle=config.cache_idle_slots,
         )

@@ -28,10 +28,8 @@ from llamatrio.sched.flight import Flight
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.sampler import Choice
 from llamatrio.sched.sequence import Sequence, Status
-from llamatrio.sched.types import Batch, FinishReason, Request, StepOutput
+from llamatrio.sched.types import PIECE, Batch, FinishReason, Request, StepOutput
 
-PIECE = 64
-"""Prompts are cut at multiples of this many positions."""
 MIN_DROP = 256
 """Cells are dropped in batches of at least this many, so that a full pool does not cost a search in every step."""
 

@@ -19,13 +19,11 @@ class TextAssembler:
     """Assembles one continuation. Text that could be the beginning of a stop string is held back until it is decided.
 
     Whatever the pieces, the joined text is that of the joined bytes, cut before the first stop string; of stop
-    strings that begin at the same place the one listed first wins.
+    strings that begin at the same place the one listed first wins. Empty ones are ignored.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise ValueError("expected stop strings that are not empty")
-        self._stop = tuple(stop)
+        self._stop = tuple(filter(None, stop))
         self._decoder = TextDecoder()
         self._held = ""
 

@@ -16,6 +16,8 @@ FloatArray = NDArray[np.float32]
 FinishReason = Literal["stop", "word", "length", "cancelled", "error"]
 """stop: an end-of-generation token. word: a stop string. length: a limit of tokens or of context."""
 
+PIECE = 64
+"""Prompts are cut at multiples of this many positions."""
 LARGEST = 1e9
 """Of any number that changes logits: sums and products of these stay finite."""
 
@@ -72,7 +74,7 @@ class Request:
     max_tokens: int = -1
     """-1: until the context is full. 0: the prompt is evaluated and no token is made."""
     stop: tuple[str, ...] = ()
-    """Generation ends before any of these strings; none is empty."""
+    """Generation ends before any of these strings; empty ones are ignored."""
     cache_prompt: bool = True
     """Reuse the cached prefix of the prompt."""
     scope: str = ""

@@ -517,3 +517,43 @@ async def test_only_one_task_reads_a_generation(open_fake, autojump_clock) -> No
             assert sorted(outcomes) == ["busy", "event"]
         with pytest.raises(trio.ClosedResourceError):
             await generation.__anext__()
+
+
+@pytest.mark.parametrize("rows", [{"n_ubatch": 1}, {"n_batch": 1}, {"n_batch": 64, "n_ubatch": 64}])
+async def test_small_batches_let_every_prompt_start(open_fake, autojump_clock, rows: dict[str, int]) -> None:
+    """Prompts are cut at multiples of 64: a step has room for that many beside all streams, whatever was asked for."""
+    async with open_fake(FakeBackend(1024), n_parallel=2, **rows) as engine:
+        long = Request(prompt(20), SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=300)
+        with engine.start(long) as running:
+            await anext(aiter(running))
+            ids, _, _ = await run(engine, Request(prompt(130, 5), GREEDY, max_tokens=3))
+            assert ids == reference(prompt(130, 5), 3)
+            assert engine._scheduler.running, "the newcomer waited for the stream to end"
+
+
+async def test_a_request_with_an_empty_stop_string_leaves_nothing_behind(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        ids, _, _ = await run(engine, Request(prompt(5), GREEDY, max_tokens=4, stop=("",)))
+        assert ids == reference(prompt(5), 4)
+        assert not engine._scheduler.running
+
+
+async def test_saves_take_turns_and_closing_begins_none(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(256, needs_staging=False)
+    held: list[Callable[[], None]] = []
+    backend.on_copy = held.append
+    async with open_fake(backend, n_parallel=4) as engine:
+        async with trio.open_nursery() as nursery:
+            for salt in range(3):
+                nursery.start_soon(run, engine, Request(prompt(9, salt), GREEDY, max_tokens=2))
+        await wait_all_tasks_blocked()
+        assert len(held) == 1, "saves were under way at the same time"
+        for n in range(1, 4):
+            held[n - 1]()
+            await wait_all_tasks_blocked()
+            assert len(held) == min(n + 1, 3)
+        assert engine._cache.counters.saves == 3
+        backend.on_copy = None
+        started = engine.start(Request(prompt(9, 7), GREEDY, max_tokens=-1))
+        await anext(aiter(started))
+    assert engine._cache.counters.saves == 3
