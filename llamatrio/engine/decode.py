@@ -76,7 +76,7 @@ class Decoder:
     def cancel(self, generation: Generation, error: str = "") -> None:
         """Ends a request whose reader has gone or must go. Idempotent."""
         generation.error = generation.error or error
-        self.scheduler.finish(generation.seq, "cancelled", trio.current_time())
+        self.scheduler.finish(generation.seq, "cancelled")
         self.wake()
 
     async def run(self) -> None:
@@ -121,7 +121,7 @@ class Decoder:
 
     def _fail(self, error: BackendError) -> None:
         _log.error("a step failed: %s", error)
-        for seq in self.scheduler.fail_step(trio.current_time()):
+        for seq in self.scheduler.fail_step():
             if (generation := self.generations.get(seq.id)) is not None:
                 generation.error = str(error)
 
@@ -152,7 +152,7 @@ class Decoder:
             if seq.is_finished:
                 seq.finish_reason = "word"
             else:
-                self.scheduler.finish(seq, "word", now)
+                self.scheduler.finish(seq, "word")
 
     def _finish(self, seq: Sequence) -> None:
         generation = self.generations.pop(seq.id, None)

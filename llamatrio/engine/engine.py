@@ -180,7 +180,7 @@ class Engine:
                 staging,
                 self._totals,
                 run_copy=run_copy,
-                on_restored=lambda ticket, ok: self._scheduler.finish_restore(ticket, trio.current_time(), ok=ok),
+                on_restored=lambda ticket, ok: self._scheduler.finish_restore(ticket, ok=ok),
                 wake=lambda: decoder.wake(),
             )
 

@@ -82,13 +82,6 @@ def path_up(node: Node) -> Iterator[Node]:
         node = node.parent
 
 
-def root_of(node: Node) -> Node:
-    """The root of the tree that a node is in."""
-    while node.parent is not None:
-        node = node.parent
-    return node
-
-
 def nodes_below(nodes: Iterable[Node]) -> Iterator[Node]:
     """These nodes and all that hang on them, parents before children."""
     stack = list(nodes)

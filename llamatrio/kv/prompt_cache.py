@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 
@@ -44,7 +45,6 @@ from llamatrio.kv.node import (
     depth_of,
     nodes_below,
     path_up,
-    root_of,
 )
 from llamatrio.kv.packed import PackedKV, Page, UInt8Array
 
@@ -164,9 +164,11 @@ class PromptCache:
         Of a prefix longer than the budget, what lies within (rule 6). None when there is nothing to save, or when the
         budget cannot take it now: then nothing has changed.
         """
+        if self.budget_bytes == 0:
+            return None
         dirty = [step for step in reversed(list(path_up(node))) if step.is_dirty and not step.busy]
         nodes = [step for step in dirty if self._can_ever_be_saved(step)]
-        self.counters.saves_refused += len(nodes) < len(dirty) and self.budget_bytes != 0
+        self.counters.saves_refused += len(nodes) < len(dirty)
         n = sum(len(step) for step in nodes)
         if n == 0 or not self._make_room(n * self.record_bytes):
             return None
@@ -181,6 +183,8 @@ class PromptCache:
 
     def begin_save_oldest(self) -> SaveTicket | None:
         """Begins to save the idle dirty node that was used longest ago, so that its cells can be dropped."""
+        if self.budget_bytes == 0:
+            return None
         for node in self._resident:
             if node.is_dirty and not (node.n_users or node.busy) and self._can_ever_be_saved(node):
                 return self.begin_save(node)
@@ -275,8 +279,10 @@ class PromptCache:
         return self._drop_cells(n, dirty=True)
 
     def _drop_cells(self, n: int, *, dirty: bool) -> int:
-        before, candidates = self._cells.n_free, iter(list(self._resident))
-        while self._cells.n_free - before < n and (node := next(candidates, None)) is not None:
+        before = self._cells.n_free
+        for node in list(self._resident):
+            if self._cells.n_free - before >= n:
+                break
             if node.n_users or node.busy or node.is_dirty != dirty or (dirty and node.children):
                 continue
             assert node.cells is not None
@@ -338,11 +344,11 @@ class PromptCache:
 
     def _remember(self, node: Node) -> None:
         """A prefix has been evicted: the next miss can say so."""
-        first: Sequence[Int32Array] = []
-        n, path = 0, reversed(list(path_up(node)))
-        while n < GHOST_TOKENS and (step := next(path, None)) is not None:
-            first, n = [*first, step.tokens], n + len(step)
-        self._ghosts.add(self._scopes[root_of(node)], np.concatenate(first))
+        path = list(path_up(node))
+        root = path[-1].parent
+        assert root is not None
+        tokens = chain.from_iterable(step.tokens for step in reversed(path))
+        self._ghosts.add(self._scopes[root], np.fromiter(islice(tokens, GHOST_TOKENS), np.int32))
 
     # ---------------------------------------------------------------- looking
 

@@ -98,7 +98,7 @@ class Scheduler:
         self.waiting.append(seq)
         return seq
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence; what it computed becomes an idle prefix. Idempotent."""
         if seq.is_finished:
             return
@@ -107,7 +107,7 @@ class Scheduler:
         if was is Status.WAITING:
             self.waiting.remove(seq)
         elif not self._is_in_flight(seq) and was is not Status.RESTORING:
-            self._retire(seq, now)
+            self._retire(seq)
         # In flight: `update` retires it. Restoring: `finish_restore` does.
 
     def has_work(self) -> bool:
@@ -141,8 +141,8 @@ class Scheduler:
             planned = Flight(self.limits.eog_ids)
             for seq in list(self.running):  # may shrink on the way, by preemption
                 if self._is_runnable(seq) and seq.is_decoding:
-                    self._plan_decode(planned, seq, now)
-            self._plan_prompts(planned, now)
+                    self._plan_decode(planned, seq)
+            self._plan_prompts(planned)
             if planned.parts:
                 self._flight = planned
                 return planned.batch(self.cells.table)
@@ -167,12 +167,12 @@ class Scheduler:
         new = [self._take_token(seq, choice, now) for seq, choice in flight.choices(output)]
         for seq, run, _ in flight.parts:
             if seq.is_finished:
-                self._retire(seq, now)
+                self._retire(seq)
             elif not run.is_decode and seq.n_past == seq.n_prompt:
-                self._share(seq, seq.n_prompt, now)
+                self._share(seq, seq.n_prompt)
         return new
 
-    def fail_step(self, now: float) -> list[Sequence]:
+    def fail_step(self) -> list[Sequence]:
         """The step in flight failed: its sequences end, and the cells it wrote are given up. Returns them."""
         seqs = [part.seq for part in self._land().parts]
         for seq in seqs:
@@ -180,7 +180,7 @@ class Scheduler:
             self.cells.seq_rm(seq.lane, seq.n_past)
             if not seq.is_finished:
                 self._end(seq, "error")
-            self._retire(seq, now)
+            self._retire(seq)
         return seqs
 
     def _land(self) -> Flight:
@@ -190,7 +190,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- saves and restores that ended
 
-    def finish_restore(self, ticket: RestoreTicket, now: float, *, ok: bool) -> None:
+    def finish_restore(self, ticket: RestoreTicket, *, ok: bool) -> None:
         """A restore has ended; the sequences that waited for it go on, or fall back to what is resident."""
         seqs = self._restoring.pop(id(ticket), [])
         if ok:
@@ -202,9 +202,9 @@ class Scheduler:
             self.cache.abort_restore(ticket, forget=True)
         for seq in seqs:
             if seq.is_finished:
-                self._retire(seq, now)
+                self._retire(seq)
             else:
-                self._enter(seq, now)
+                self._enter(seq)
 
     # ---------------------------------------------------------------- admission
 
@@ -217,7 +217,7 @@ class Scheduler:
             lane = self._lane_for(seq)
             if lane is None or seq.is_paused:
                 continue
-            if self._was_refused(seq) or not self._has_room_to_start(seq, now):
+            if self._was_refused(seq) or not self._has_room_to_start(seq):
                 self._refused = self._room_changes(seq)
                 return
             self._free_lanes.remove(lane)
@@ -227,7 +227,7 @@ class Scheduler:
                 seq.started = now
             self.running.append(seq)
             self.running.sort(key=lambda s: s.id)
-            self._enter(seq, now)
+            self._enter(seq)
 
     def _lane_for(self, seq: Sequence) -> int | None:
         wanted = seq.request.lane
@@ -243,7 +243,7 @@ class Scheduler:
     def _room_changes(self, seq: Sequence) -> tuple[int, int, int]:
         return seq.id, self._n_retired, self.cache.counters.saves + self.cache.counters.saves_aborted
 
-    def _has_room_to_start(self, seq: Sequence, now: float) -> bool:
+    def _has_room_to_start(self, seq: Sequence) -> bool:
         """Whether there are cells for all that is to be restored and for a first piece; where it was preempted, for all
         that it had.
 
@@ -262,7 +262,7 @@ class Scheduler:
         """The tokens that may come from the cache; the last one is evaluated in any case."""
         return seq.array(0, len(seq.tokens) - 1 if seq.request.cache_prompt else 0)
 
-    def _enter(self, seq: Sequence, now: float) -> None:
+    def _enter(self, seq: Sequence) -> None:
         """Starts a sequence on its lane from the longest prefix that is known, or begins to restore it."""
         assert seq.lane is not None
         if seq.node is not None:
@@ -317,25 +317,25 @@ class Scheduler:
     def _is_runnable(self, seq: Sequence) -> bool:
         return seq.status is Status.RUNNING and not seq.is_paused
 
-    def _plan_decode(self, planned: Flight, seq: Sequence, now: float) -> None:
-        while (room := self._reserve(1)) == "full" and self._take_from_another(seq, now):
+    def _plan_decode(self, planned: Flight, seq: Sequence) -> None:
+        while (room := self._reserve(1)) == "full" and self._take_from_another(seq):
             pass
         if room == "ok":
             self._plan(planned, seq, 1, is_decode=True)
         else:
             self._is_short = True
 
-    def _take_from_another(self, seq: Sequence, now: float) -> bool:
+    def _take_from_another(self, seq: Sequence) -> bool:
         """Preempts one for `seq` (rule 3d); False when that is itself: it waits, or ends if it is alone."""
         victim = self._most_dispensable()
         if victim is not seq:
-            self._preempt(victim, now)
+            self._preempt(victim)
             return True
         if len(self.running) == 1:
-            self.finish(seq, "length", now)
+            self.finish(seq, "length")
         return False
 
-    def _plan_prompts(self, planned: Flight, now: float) -> None:
+    def _plan_prompts(self, planned: Flight) -> None:
         prompts = [seq for seq in self.running if self._is_runnable(seq) and not seq.is_decoding]
         if not prompts:
             return
@@ -346,15 +346,15 @@ class Scheduler:
             if not self._is_runnable(seq):
                 continue  # preempted for one that came before
             # First come, first started: nobody overtakes the one that does not fit.
-            if n == 0 or not self._make_room_for_prompt(planned, seq, n, now):
+            if n == 0 or not self._make_room_for_prompt(planned, seq, n):
                 return
             self._plan(planned, seq, n, is_decode=False)
             budget -= n
 
-    def _make_room_for_prompt(self, planned: Flight, seq: Sequence, n: int, now: float) -> bool:
+    def _make_room_for_prompt(self, planned: Flight, seq: Sequence, n: int) -> bool:
         """A prompt waits for cells as long as anybody else makes progress; only then does it take them."""
         while (room := self._reserve(n)) == "full" and not planned.parts:
-            if not self._take_from_another(seq, now):
+            if not self._take_from_another(seq):
                 break
         self._is_short |= room != "ok"
         return room == "ok"
@@ -380,18 +380,18 @@ class Scheduler:
         seq.status, seq.finish_reason = Status.FINISHED, reason
         self._finished.append(seq)
 
-    def _share(self, seq: Sequence, n: int, now: float) -> None:
+    def _share(self, seq: Sequence, n: int) -> None:
         """The sequence's first n tokens become a prefix that others can use while it runs on."""
         assert seq.lane is not None
         assert seq.node is not None
         seq.node = self.cache.extend(seq.lane, seq.node, seq.n_shared, seq.array(seq.n_shared, n))
         seq.n_shared = self.cache.depth(seq.node)
 
-    def _retire(self, seq: Sequence, now: float) -> None:
+    def _retire(self, seq: Sequence) -> None:
         """Takes a sequence off its lane; what it computed is an idle prefix from now on (rule 4)."""
         assert seq.lane is not None
         if seq.node is not None:
-            self._share(seq, seq.n_past, now)
+            self._share(seq, seq.n_past)
             idle = seq.node
             self.cells.seq_rm(seq.lane)
             self._unlock(seq)
@@ -403,9 +403,9 @@ class Scheduler:
         self._free_lanes.sort()
         seq.lane = None
 
-    def _preempt(self, seq: Sequence, now: float) -> None:
+    def _preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to the head of the queue (rule 3d)."""
-        self._retire(seq, now)
+        self._retire(seq)
         seq.status, seq.resumed = Status.WAITING, True
         seq.n_past = seq.n_shared = 0
         self.waiting.appendleft(seq)

@@ -8,10 +8,11 @@ from cpu_streams import Piece, Stream, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamatrio.backends.cpu.plan import BLOCK, Plan, plan_rows
+from llamatrio.backends.cpu.plan import Plan, plan_rows
 from llamatrio.backends.memory import MemoryPlan, check_memory
 from llamatrio.config import MIB
 from llamatrio.errors import BackendError
+from llamatrio.sched.types import PIECE
 
 LEAST = 32
 
@@ -55,7 +56,7 @@ def test_without_spans_every_row_is_a_lone_one() -> None:
 
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(0, 300))
 def test_a_position_goes_the_same_way_wherever_a_block_border_cuts_the_prompt(start: int, n: int, cut: int) -> None:
-    border = (start + cut) // BLOCK * BLOCK
+    border = (start + cut) // PIECE * PIECE
 
     def span_positions(first: int, last: int) -> set[int]:
         plan = plan_of((first, last - first, False))
@@ -64,7 +65,7 @@ def test_a_position_goes_the_same_way_wherever_a_block_border_cuts_the_prompt(st
     whole = span_positions(start, start + n)
     if start < border < start + n:
         assert span_positions(start, border) | span_positions(border, start + n) == whole
-    rows_in_spans = [sum(p // BLOCK == block for p in whole) for block in {p // BLOCK for p in whole}]
+    rows_in_spans = [sum(p // PIECE == block for p in whole) for block in {p // PIECE for p in whole}]
     assert all(count >= LEAST for count in rows_in_spans)
 
 

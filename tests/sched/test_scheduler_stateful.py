@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.batch = None
-        for seq in self.scheduler.fail_step(self.tick()):
+        for seq in self.scheduler.fail_step():
             if seq in self.live:
                 self.live.remove(seq)
         self.jobs += self.scheduler.take_jobs()
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         seq = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.scheduler.finish(seq, "cancelled", self.tick())
+        self.scheduler.finish(seq, "cancelled")
         self.jobs += self.scheduler.take_jobs()
 
     @precondition(lambda self: self.live)
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 part.copy_to(out[at : at + len(part)])
                 at += len(part)
             self.pool.cells[job.cells] = out.reshape(-1).view(self.pool.cells.dtype)
-        self.scheduler.finish_restore(job, self.tick(), ok=ok)
+        self.scheduler.finish_restore(job, ok=ok)
 
     def check_finished(self) -> None:
         for seq in [s for s in self.live if s.status is Status.FINISHED]:

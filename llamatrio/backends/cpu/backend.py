@@ -1,4 +1,4 @@
-"""The CPU backend: a model in one arena, a compute thread with its team, and a copy thread.
+"""The CPU backend: a model in one arena, a compute thread with its team, and two copy threads.
 
 Two queues, as the Backend protocol has them. *compute* is one thread, member 0 of the team, which runs the steps in
 order (compute.py). *copy* is two threads, which move cells to and from records while steps run, a slice at a time: one

@@ -1,10 +1,9 @@
 """Which rows of a batch go together, and the order in which the step sees them.
 
-The rule, for each run of consecutive positions: a prompt is cut at the multiples of BLOCK positions, and a piece of
+The rule, for each run of consecutive positions: a prompt is cut at the multiples of PIECE positions, and a piece of
 it is part of a *span* if enough of its rows are in this batch; everything else, and every generated token, is a *lone*
-row. Spans attend on tiles, and where there are panel kernels their products take these. The
-scheduler cuts prompts at multiples of BLOCK only, so what a position is, and with it every bit of its result, does not
-depend on what else runs.
+row. Spans attend on tiles, and where there are panel kernels their products take these. The scheduler cuts prompts at
+multiples of PIECE only, so what a position is, and with it every bit of its result, does not depend on what else runs.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from llamatrio.sched.types import Batch, Int32Array
+from llamatrio.sched.types import PIECE, Batch, Int32Array
 
-BLOCK = 64
-"""Positions of a prompt that take the same path."""
 LEAST_SPAN_ROWS = 12
 """Fewer rows attend sooner one by one: a span collects its cells first. Measured with contexts of 512 and 2,048."""
 LEAST_PANEL_ROWS = 32
@@ -46,7 +43,7 @@ def plan_rows(batch: Batch, *, least_span_rows: int | None, most_span_rows: int)
     """Orders the rows of `batch`.
 
     A piece of a prompt becomes a span from `least_span_rows` rows on; None: every row is a lone one. A span joins
-    neighbouring pieces of a run, up to `most_span_rows` rows (at least BLOCK).
+    neighbouring pieces of a run, up to `most_span_rows` rows (at least PIECE).
     """
     lone: list[int] = []
     together: list[int] = []
@@ -75,6 +72,6 @@ def plan_rows(batch: Batch, *, least_span_rows: int | None, most_span_rows: int)
 
 
 def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
-    """[start, stop) cut at the multiples of BLOCK."""
-    borders = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
+    """[start, stop) cut at the multiples of PIECE."""
+    borders = [start, *range((start // PIECE + 1) * PIECE, stop, PIECE), stop]
     return list(pairwise(borders))
