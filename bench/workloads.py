@@ -35,9 +35,11 @@ class Sizes:
     neighbours: int = 384
     """Tokens of the streams beside which newcomers are measured; they have to outlast these."""
     turns: int = 10
+    system: int = 1024
+    """Tokens with which all prompts of a burst begin."""
 
 
-QUICK = Sizes(n_predict=32, long_prefill=1024, context=400, neighbours=192, turns=3)
+QUICK = Sizes(n_predict=32, long_prefill=1024, context=400, neighbours=192, turns=3, system=256)
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,14 @@ def _median_ttft_ms(streams: Sequence[Stream]) -> float:
     return statistics.median(stream.ttft for stream in streams) * 1e3
 
 
+def burst(job: Job) -> Figures:
+    """8 prompts that arrive together: one system prompt, 32 tokens of their own each. Until the last first token."""
+    system = job.prompt(job.sizes.system, "system")
+    prompts = [system + job.prompt(32, "own", i) for i in range(8)]
+    streams = job.run([completion(prompt, NEWCOMER_TOKENS) for prompt in prompts], may_reuse=True)
+    return {"last_ms": max(stream.ttft for stream in streams) * 1e3}
+
+
 def chat(job: Job) -> Figures:
     """Turns of 64 tokens and answers of 48; each prompt is the whole conversation so far."""
     conversation: list[int] = []
@@ -189,5 +199,6 @@ WORKLOADS: dict[str, Workload] = {
     "prefill_long": long_prefill,
     "context": decode_in_context,
     "first_token": first_token,
+    "burst": burst,
     "chat": chat,
 }

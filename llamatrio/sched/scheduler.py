@@ -12,6 +12,9 @@ Rule 3. When cells run out: (a) cells of saved idle prefixes are dropped; (b) id
         one whose reader sleeps before the youngest: its cells become an idle prefix and it waits at the head of the
         queue; (e) a sequence that is alone and still does not fit ends with reason `length`.
 Rule 4. A sequence that turns idle becomes a prefix in the prompt cache at once, and a save of what is new begins.
+Rule 5. A prompt that begins as an earlier one does, which is being evaluated, follows it: it waits, which costs it
+        nothing since the earlier one goes first anyway, and takes the cells. So what arrives together with one
+        system prompt evaluates it once.
 """
 
 from __future__ import annotations
@@ -138,6 +141,7 @@ class Scheduler:
             if not (self._is_short and self.running):
                 self._admit(now)
             self._is_short = False
+            self._let_followers_go()
             planned = Flight(self.limits.eog_ids)
             for seq in list(self.running):  # may shrink on the way, by preemption
                 if self._is_runnable(seq) and seq.is_decoding:
@@ -273,10 +277,31 @@ class Scheduler:
         seq.node = match.node
         if match.to_restore and seq.may_restore and self._begin_restore(seq, match.to_restore):
             return
-        if not seq.resumed and seq.request.cache_prompt:
-            self.cache.count_lookup(seq.request.scope, known, match.n_resident, min(seq.n_restored, match.n_resident))
         self._stand_on(seq, match.n_resident)
         seq.status = Status.RUNNING
+        seq.leader = self._find_leader(seq)
+        if seq.leader is None and not seq.resumed and seq.request.cache_prompt:
+            self.cache.count_lookup(seq.request.scope, known, match.n_resident, min(seq.n_restored, match.n_resident))
+
+    def _find_leader(self, seq: Sequence) -> Sequence | None:
+        """The first of the earlier prompts under way from which a piece or more can be taken (rule 5)."""
+        n = seq.n_past + PIECE
+        if not seq.request.cache_prompt or n >= len(seq.tokens):
+            return None
+        for other in self.running:
+            if other is seq:
+                break
+            if _leads(other) and other.request.scope == seq.request.scope and other.tokens[:n] == seq.tokens[:n]:
+                return other
+        return None
+
+    def _let_followers_go(self) -> None:
+        """Those whose leader goes no further start again, from what it left in the tree."""
+        for seq in self.running:
+            if seq.leader is not None and not _leads(seq.leader):
+                assert seq.lane is not None
+                self.cells.seq_rm(seq.lane)
+                self._enter(seq)
 
     def _begin_restore(self, seq: Sequence, nodes: tuple[Node, ...]) -> bool:
         """Whether the sequence now waits for a restore, its own or one that is under way."""
@@ -336,7 +361,7 @@ class Scheduler:
         return False
 
     def _plan_prompts(self, planned: Flight) -> None:
-        prompts = [seq for seq in self.running if self._is_runnable(seq) and not seq.is_decoding]
+        prompts = [s for s in self.running if self._is_runnable(s) and not s.is_decoding and s.leader is None]
         if not prompts:
             return
         limit = min(self.limits.n_batch - planned.n_rows, self.limits.n_ubatch)
@@ -401,7 +426,7 @@ class Scheduler:
         self.running.remove(seq)
         self._free_lanes.append(seq.lane)
         self._free_lanes.sort()
-        seq.lane = None
+        seq.lane = seq.leader = None
 
     def _preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to the head of the queue (rule 3d)."""
@@ -445,11 +470,19 @@ class Scheduler:
                 assert self.cells.lengths[seq.lane] == seq.n_past
                 assert seq.node is not None
                 assert self.cache.depth(seq.node) == seq.n_shared
+            if seq.leader is not None:
+                assert seq.leader.id < seq.id
+                assert seq.n_past == seq.n_shared
         for seq in self.waiting:
             assert seq.status is Status.WAITING
             assert seq.lane is None
         self.cache.check_invariants()
         self.cells.check_invariants(self.cache.held_cells())
+
+
+def _leads(seq: Sequence) -> bool:
+    """Whether its prompt is being evaluated."""
+    return seq.status in (Status.RUNNING, Status.RESTORING) and not (seq.is_decoding or seq.is_paused)
 
 
 def _piece(n_past: int, n_pending: int, budget: int) -> int:

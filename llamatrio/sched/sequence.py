@@ -30,8 +30,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrived", "finish_reason", "first_token_at", "id", "is_paused", "lane", "may_restore", "n_cached", "n_past",
-        "n_prompt", "n_restored", "n_shared", "node", "request", "resumed", "seed", "started", "status", "tokens",
+        "arrived", "finish_reason", "first_token_at", "id", "is_paused", "lane", "leader", "may_restore", "n_cached",
+        "n_past", "n_prompt", "n_restored", "n_shared", "node", "request", "resumed", "seed", "started", "status",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, seed: int, now: float) -> None:
@@ -49,6 +50,8 @@ class Sequence:
         """Tokens whose cells belong to `node` and its ancestors."""
         self.lane: int | None = None
         self.node: Node | None = None
+        self.leader: Sequence | None = None
+        """An earlier prompt under way that begins as this one does: this one waits, and takes its cells."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.is_paused = False

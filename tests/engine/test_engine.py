@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from llamatrio.engine.engine import Engine
 from llamatrio.engine.events import Finished, TokenEvent
-from llamatrio.engine.generation import MAX_BEHIND
+from llamatrio.engine.generation import MAX_BEHIND, Generation
 from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
 from llamatrio.sched.types import Request, SamplingParams
 from tests.fakes import FakeBackend, reference
@@ -557,3 +557,67 @@ async def test_saves_take_turns_and_closing_begins_none(open_fake, autojump_cloc
         started = engine.start(Request(prompt(9, 7), GREEDY, max_tokens=-1))
         await anext(aiter(started))
     assert engine._cache.counters.saves == 3
+
+
+async def run_together(engine: Engine, requests: list[Request]) -> list[tuple[list[int], Finished]]:
+    """Starts them in this order before any step."""
+    results: dict[int, tuple[list[int], Finished]] = {}
+
+    async def one(i: int, generation: Generation) -> None:
+        with generation:
+            ids: list[int] = []
+            async for event in generation:
+                if isinstance(event, Finished):
+                    results[i] = ids, event
+                else:
+                    ids += event.ids
+
+    async with trio.open_nursery() as nursery:
+        for i, request in enumerate(requests):
+            nursery.start_soon(one, i, engine.start(request))
+    await settled(engine)
+    return [results[i] for i in range(len(requests))]
+
+
+async def test_prompts_that_arrive_together_evaluate_what_they_share_once(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(2048)
+    async with open_fake(backend, n_parallel=4, n_ubatch=64) as engine:
+        system = prompt(150)
+        prompts = [(*system, *prompt(n, salt)) for salt, n in enumerate((10, 70, 3, 20))]
+        results = await run_together(engine, [Request(p, GREEDY, max_tokens=4) for p in prompts])
+        assert [finished.n_cached for _, finished in results] == [0, 150, 150, 150]
+        assert [ids for ids, _ in results] == [reference(p, 4) for p in prompts]
+        assert sum(n for n, is_decode in backend.pool.rows if not is_decode) == 150 + sum((10, 70, 3, 20))
+        assert engine.stats().hits == 3
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Request(prompt(150), GREEDY, max_tokens=4, cache_prompt=False),
+        Request(prompt(150), GREEDY, max_tokens=4, scope="other"),
+        Request((*prompt(63), 1, 2, *prompt(85, 3)), GREEDY, max_tokens=4),  # too little to wait for
+    ],
+    ids=["without cache", "other scope", "other prompt"],
+)
+async def test_prompts_that_may_not_share_or_hardly_do_wait_for_nobody(open_fake, autojump_clock, second) -> None:
+    backend = FakeBackend(2048)
+    async with open_fake(backend, n_parallel=4, n_ubatch=400) as engine:
+        results = await run_together(engine, [Request(prompt(150), GREEDY, max_tokens=4), second])
+        assert backend.pool.rows[:2] == [(150, False), (150, False)]  # one step
+        assert [ids for ids, _ in results] == [reference(prompt(150), 4), reference(second.tokens, 4)]
+
+
+async def test_followers_take_what_a_leader_that_goes_leaves(open_fake, autojump_clock) -> None:
+    backend = FakeBackend(2048)
+    async with open_fake(backend, n_parallel=4, n_ubatch=64) as engine:
+        leader = engine.start(Request(prompt(190), GREEDY))
+
+        def leave_after_a_piece(complete: Callable[[], None]) -> None:
+            complete()
+            leader.__exit__(None, None, None)
+
+        backend.on_forward = leave_after_a_piece
+        results = await run_together(engine, [Request(prompt(190), GREEDY, max_tokens=4)] * 2)
+        assert [finished.n_cached for _, finished in results] == [64, 189]
+        assert [ids for ids, _ in results] == [reference(prompt(190), 4)] * 2
