@@ -30,7 +30,7 @@ N_PROMPT, N_PREDICT = 64, 256
 
 def serve_and_note(file: Path, command: list[str]) -> None:
     """The server: runs the command line, and at the end writes when each sequence's tokens were handed out."""
-    from llamatrio import cli
+    from llamatrio.cli import main as cli
     from llamatrio.engine.decode import Decoder
     from llamatrio.engine.generation import Generation
 

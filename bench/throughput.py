@@ -30,7 +30,7 @@ from bench.common import (
 )
 from bench.servers import llamatrio_command, running, stop_on_sigterm
 from bench.workloads import PROMPT, check, rates
-from llamatrio.cli import SWITCH_INTERVAL
+from llamatrio.cli.main import SWITCH_INTERVAL
 from llamatrio.config import EngineConfig
 from llamatrio.engine.engine import Engine, open_engine
 from llamatrio.engine.events import Finished

@@ -2,6 +2,6 @@
 
 import sys
 
-from llamatrio.cli import main
+from llamatrio.cli.main import main
 
 sys.exit(main())

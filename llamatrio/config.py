@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,8 @@ class EngineConfig:
     n_gpu_layers: int = 99
     cache_ram_mib: int = 8192
     """Byte budget of the prompt cache in host memory; 0 turns it off, -1 means no limit."""
+    chat_template: str | None = None
+    """A Jinja template, or `chatml`; None takes the file's own."""
     cache_idle_slots: bool = True
     """Save a sequence to the prompt cache as soon as it turns idle."""
     cache_scope: Literal["key", "all"] = "key"
@@ -62,6 +65,8 @@ class EngineConfig:
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in ("f16", "q8_0"):
                 raise ValueError(f"expected {name} to be f16 or q8_0, not {getattr(self, name)!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"expected device to be auto, cpu or cuda, not {self.device!r}")
         if self.cache_ram_mib < -1:
             raise ValueError(f"expected cache_ram_mib >= -1, not {self.cache_ram_mib}")
 
@@ -69,6 +74,11 @@ class EngineConfig:
     def cache_bytes(self) -> int | None:
         """The prompt cache's budget in bytes; None means no limit."""
         return None if self.cache_ram_mib < 0 else self.cache_ram_mib * MIB
+
+
+def environment() -> Mapping[str, str]:
+    """The environment as it is, for the command line: llama-server's LLAMA_ARG_* stand for flags."""
+    return os.environ
 
 
 def cpu_level() -> str | None:

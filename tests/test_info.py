@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamatrio import info
-from llamatrio.cli import main
+from llamatrio.cli.main import main
 
 GOLDEN = Path(__file__).parent / "golden/models"
 MODELS = sorted([*GOLDEN.glob("*-f16.gguf"), *(GOLDEN / "more").glob("*.gguf")])

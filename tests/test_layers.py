@@ -1,7 +1,7 @@
 """Imports go one way: errors, config <- model <- kv <- sched <- backends <- engine <- server <- cli.
 
 The rule, exactly. A module imports llamatrio modules of its own layer or of layers to its left. `version`, `errors`
-and `progress` stand with `config` at the left end; `info`, `cli_flags`, `evaluate`, `__main__` and the package's
+and `progress` stand with `config` at the left end; `info`, `evaluate`, `__main__` and the package's
 `__init__` with `cli` at the right end. And `backends` see only values of kv and sched: `kv.cells` and `sched.types`,
 not the code that decides. All imports count, those inside functions and for type checkers as well.
 """
@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = ("config", "model", "kv", "sched", "backends", "engine", "server", "cli")
 LAYER_OF = {"errors": "config", "version": "config", "progress": "config"} | dict.fromkeys(
-    ("info", "cli_flags", "evaluate", "__main__", "__init__"), "cli"
+    ("info", "evaluate", "__main__", "__init__"), "cli"
 )
 BACKENDS_SEE = {"llamatrio.kv.cells", "llamatrio.sched.types"}
 ONLY_IN = {
@@ -111,7 +111,7 @@ def test_the_rules_catch_what_breaks_them(tmp_path: Path) -> None:
         "if TYPE_CHECKING:\n    import trio\n"
     )
     assert set(imports(source)) == {"numba.core", "llamatrio.model.spec", "llamatrio.engine.engine", "trio"}
-    assert layer_of("llamatrio") == layer_of("llamatrio.cli_flags") == layer_of("llamatrio.info")
+    assert layer_of("llamatrio") == layer_of("llamatrio.cli.flags") == layer_of("llamatrio.info")
     assert layer_of("llamatrio.errors") < layer_of("llamatrio.model.spec") < layer_of("llamatrio.server.app")
     with pytest.raises(AssertionError, match="nowhere has no place"):
         layer_of("llamatrio.nowhere")
@@ -132,7 +132,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_the_command_line_loads_no_device_before_it_needs_one() -> None:
-    loaded = loaded_by("import llamatrio.cli")
+    loaded = loaded_by("import llamatrio.cli.main")
     assert not loaded & {"numba", "llvmlite", "cuda", "quart", "quart_trio", "hypercorn"}
 
 

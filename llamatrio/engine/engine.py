@@ -230,7 +230,8 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """Opens a model for serving; leaving the block ends every request, then the device.
 
-    model: a GGUF file, or one that is open already (and stays open). options are fields of EngineConfig.
+    model: a GGUF file, or one that is open already (and stays open, with the template it has). options are fields of
+    EngineConfig.
     backend, run_blocking and run_copy are for tests: a device to use, and how blocking work is run.
 
     Raises:
@@ -241,7 +242,7 @@ async def open_engine(
     config = replace(config or EngineConfig(), **options)
     with ExitStack() as stack:
         if isinstance(model, str | Path):
-            opened: Model = await run_blocking(open_model, model)
+            opened: Model = await run_blocking(open_model, model, config.chat_template)
             stack.callback(opened.close)
         else:
             opened = model

@@ -83,7 +83,7 @@ class ChatTemplate:
         try:
             return ChatEnvironment(now).from_string(self.source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            self.fault = f"the model's chat template does not compile: {error}"
+            self.fault = f"the chat template does not compile: {error}"
             return None
 
     def _render(self, variables: dict[str, Any]) -> str:
@@ -133,13 +133,25 @@ def _joined_text(parts: list[Any]) -> str | None:
     )
 
 
-def load_template(metadata: Metadata, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template in a file's metadata, or ChatML; one line in the log says which, and whether it is broken."""
-    source = metadata.string("tokenizer.chat_template") if "tokenizer.chat_template" in metadata else None
+def load_template(metadata: Metadata, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
+    """The template given, that of a file's metadata, or ChatML; a line in the log says which, and whether it is broken.
+
+    Raises:
+        ValueError: the one given does not compile, or is a name other than `chatml`.
+    """
+    if given is not None and given != "chatml" and "{" not in given:
+        raise ValueError(f"expected chat_template to be Jinja text or chatml, not {given!r}")
+    own = metadata.string("tokenizer.chat_template") if "tokenizer.chat_template" in metadata else None
     template = ChatTemplate(
-        source, bos_token=_text(tokenizer, tokenizer.bos_id), eos_token=_text(tokenizer, tokenizer.eos_id)
+        own if given is None else CHATML if given == "chatml" else given,
+        bos_token=_text(tokenizer, tokenizer.bos_id),
+        eos_token=_text(tokenizer, tokenizer.eos_id),
     )
-    if template.fault is not None:
+    if given is not None:
+        if template.fault is not None:
+            raise ValueError(f"chat_template: {template.fault}")
+        log.info("chats use the template given")
+    elif template.fault is not None:
         log.warning("%s", template.fault)
     elif template.is_default:
         log.warning("the model has no chat template; chats use ChatML")

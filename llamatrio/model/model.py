@@ -57,11 +57,14 @@ class Model:
         self.close()
 
 
-def open_model(path: str | Path) -> Model:
+def open_model(path: str | Path, chat_template: str | None = None) -> Model:
     """Opens the GGUF file at `path` and reads all of it but the weights.
+
+    chat_template: Jinja text, or `chatml`, to use instead of the file's own.
 
     Raises:
         ModelError: the file cannot be opened or served; one line that names what is wrong.
+        ValueError: the template given does not compile.
     """
     file = open_gguf(path)
     try:
@@ -69,7 +72,7 @@ def open_model(path: str | Path) -> Model:
         tokenizer = load_tokenizer(file.metadata)
         if tokenizer.n_vocab != spec.n_vocab:
             raise GGUFError(f"the file has {tokenizer.n_vocab} tokens, but embeddings for {spec.n_vocab}")
-        return Model(file, spec, tokenizer, load_template(file.metadata, tokenizer))
+        return Model(file, spec, tokenizer, load_template(file.metadata, tokenizer, chat_template))
     except BaseException:
         file.close()
         raise

@@ -118,18 +118,18 @@ class GenerationBody(Unoffered, kw_only=True):
     timings_per_token: bool | None = None
     sse_ping_interval: Annotated[int, Meta(ge=-1)] | None = None
 
-    @property
-    def token_limit(self) -> int:
+    def token_limit(self, default: int) -> int:
         """Most tokens to make; -1 means until the context is full."""
         for limit in (self.n_predict, self.max_completion_tokens, self.max_tokens):
             if limit is not None:
                 return max(limit, -1)
-        return -1
+        return default
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
+    def stop_strings(self, default: tuple[str, ...]) -> tuple[str, ...]:
         """Strings that end the generation; empty ones mean nothing."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if self.stop is None:
+            return default
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
         return tuple(word for word in given if word)
 
     @property

@@ -145,10 +145,15 @@ class _Server:
 
 
 async def _open_listeners(settings: ServerConfig) -> list[trio.SocketListener]:
-    try:
-        return await trio.open_tcp_listeners(settings.port, host=settings.host or None, backlog=settings.backlog)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    listeners: list[trio.SocketListener] = []
+    for host in settings.host.split(","):
+        try:
+            listeners += await trio.open_tcp_listeners(settings.port, host=host or None, backlog=settings.backlog)
+        except OSError as error:
+            for listener in listeners:
+                listener.socket.close()
+            raise OSError(error.errno, f"cannot listen on {host}:{settings.port}: {error.strerror}") from error
+    return listeners
 
 
 def _with_tls(listeners: list[trio.SocketListener], tls: SSLContext | None) -> list[Listener]:

@@ -47,6 +47,12 @@ class Service:
     settings: ServerConfig
     run_blocking: RunBlocking
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for default biases of tokens that the model does not have."""
+        n_vocab = self.engine.model.tokenizer.n_vocab
+        if bad := [id for id, _ in self.settings.sampling.logit_bias if not 0 <= id < n_vocab]:
+            raise ValueError(f"expected logit_bias of tokens from 0 to {n_vocab - 1}, not {bad[0]}")
+
     @property
     def model_name(self) -> str:
         """The name that answers carry."""
@@ -103,7 +109,7 @@ class Service:
             model.tokenizer,
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
-            **template_variables(body),
+            **self._template_variables(body),
         )
 
     def render_chat(self, body: Conversation) -> str:
@@ -111,8 +117,16 @@ class Service:
         return self.engine.model.chat_template.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
-            **template_variables(body),
+            **self._template_variables(body),
         )
+
+    def _template_variables(self, body: Conversation) -> dict[str, Any]:
+        """The template's own variables; checks the messages on the way. Raises RequestError."""
+        check_messages(body.messages)
+        variables = {**self.settings.template_variables, **(body.chat_template_kwargs or {})}
+        if taken := _TEMPLATE_ARGUMENTS & variables.keys():
+            raise RequestError(f"{min(taken)!r} cannot be set for the template", field="chat_template_kwargs")
+        return variables
 
     def _sampling(self, body: GenerationBody, n_probs: int) -> SamplingParams:
         tokenizer = self.engine.model.tokenizer
@@ -132,9 +146,9 @@ class Service:
         request = Request(
             tokens=prompt.tokens,
             sampling=sampling,
-            max_tokens=body.token_limit,
-            stop=body.stop_strings,
-            cache_prompt=body.cache_prompt is not False,
+            max_tokens=body.token_limit(self.settings.max_tokens),
+            stop=body.stop_strings(self.settings.stop),
+            cache_prompt=self.settings.cache_prompt if body.cache_prompt is None else body.cache_prompt,
             scope=g.cache_scope,
             lane=self._lane(body.id_slot),
         )
@@ -148,15 +162,6 @@ class Service:
                 f"id_slot: expected a slot below {self.engine.config.n_parallel}, not {id_slot}", field="id_slot"
             )
         return id_slot
-
-
-def template_variables(body: Conversation) -> dict[str, Any]:
-    """The template's own variables; checks the messages on the way. Raises RequestError."""
-    check_messages(body.messages)
-    variables = body.chat_template_kwargs or {}
-    if taken := _TEMPLATE_ARGUMENTS & variables.keys():
-        raise RequestError(f"{min(taken)!r} cannot be set for the template", field="chat_template_kwargs")
-    return variables
 
 
 def build_info() -> str:

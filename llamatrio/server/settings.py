@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llamatrio.sched.types import SamplingParams
 
@@ -30,6 +32,7 @@ class ServerConfig:
     """Names and meanings follow llama-server's flags where it has one. Times are in seconds, sizes in bytes."""
 
     host: str = "127.0.0.1"
+    """One address or several, divided by commas."""
     port: int = 8080
     """0 takes a free port."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -44,6 +47,12 @@ class ServerConfig:
     """Path that all routes start with, as "/llm"; no slash at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """What a request gets that does not say."""
+    max_tokens: int = -1
+    """Likewise; -1: until the context is full."""
+    stop: tuple[str, ...] = ()
+    cache_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Likewise, for chat templates: a request's own go before these."""
     metrics: bool = False
     slots: bool = True
     sse_ping_interval: float = 30.0
@@ -70,6 +79,8 @@ class ServerConfig:
             raise ValueError(f"expected api_prefix as '/prefix', not {self.api_prefix!r}")
         if "" in self.api_keys:
             raise ValueError("expected API keys that are not empty")
+        if self.max_tokens < -1:
+            raise ValueError(f"expected max_tokens >= -1, not {self.max_tokens}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"expected a port from 0 to 65535, not {self.port}")
         for name in ("grace", "keep_alive", "handshake_timeout", "write_timeout", "timeout"):

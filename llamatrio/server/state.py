@@ -67,7 +67,7 @@ def _props_json(service: Service) -> dict[str, Any]:
     def text(id: int | None) -> str:
         return "" if id is None else tokenizer.token_text(id)
 
-    defaults = Request(tokens=(0,), sampling=settings.sampling)
+    defaults = Request(tokens=(0,), sampling=settings.sampling, max_tokens=settings.max_tokens, stop=settings.stop)
     return {
         "default_generation_settings": {
             "params": generation_settings(defaults, stream=False, seed=None),

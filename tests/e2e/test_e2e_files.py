@@ -14,7 +14,7 @@ import pytest
 from e2e_tools import FULL, open_tiny, prompt, run
 from numpy.typing import NDArray
 
-from llamatrio.cli import main
+from llamatrio.cli.main import main
 from llamatrio.model.gguf import open_gguf
 from tests.helpers_gguf import RawTensor, spm_vocabulary, tiny_model, tiny_vocabulary, write_gguf
 

@@ -65,6 +65,15 @@ def test_a_refusal_carries_the_templates_words(messages: list[dict[str, str]], w
     assert ChatTemplate(REFUSING).render(USER) == "hi"
 
 
+def test_a_template_given_goes_before_the_files_own() -> None:
+    metadata = Metadata({"tokenizer.chat_template": "{{ 'own' }}"})
+    assert load_template(metadata, tokenizer(), "{{ 'given' }}").render(USER) == "given"
+    assert load_template(metadata, tokenizer(), "chatml").source == CHATML
+    for wrong in ("{% for m in %}", "llama2"):
+        with pytest.raises(ValueError, match="chat_template"):
+            load_template(metadata, tokenizer(), wrong)
+
+
 def test_a_broken_template_refuses_each_rendering(caplog: pytest.LogCaptureFixture) -> None:  # B34
     template = load_template(Metadata({"tokenizer.chat_template": "{% for m in %}"}), tokenizer())
     assert template.fault is not None

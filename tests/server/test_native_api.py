@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 from fake_engine import STATS, FakeEngine, api, sse
 
+from llamatrio.model.chat import ChatTemplate
+from llamatrio.sched.types import SamplingParams
+from llamatrio.server.app import create_app
+from llamatrio.server.settings import ServerConfig
+
 
 async def events_of(client: Any, body: dict[str, Any]) -> list[Any]:
     response = await client.post("/completion", json={**body, "stream": True})
@@ -58,6 +63,35 @@ async def test_small_limits_are_kept(n: int) -> None:
     async with api(engine) as client:
         answer = (await client.post("/completion", json={"prompt": "a", "n_predict": n, "ignore_eos": True})).json()
     assert (answer["tokens_predicted"], answer["content"], answer["stop_type"]) == (n, "x" * n, "limit")
+
+
+async def test_what_a_request_does_not_say_comes_from_the_settings() -> None:
+    engine = FakeEngine()
+    biased = SamplingParams(logit_bias=((5, 1.0),))
+    async with api(engine, max_tokens=2, stop=("@",), cache_prompt=False, sampling=biased) as client:
+        await client.post("/completion", json={"prompt": "a"})
+        said = {"prompt": "a", "n_predict": -1, "stop": [], "cache_prompt": True, "logit_bias": [[6, 2]]}
+        await client.post("/completion", json=said)
+        params = (await client.get("/props")).json()["default_generation_settings"]["params"]
+    unsaid, said = engine.requests
+    assert (unsaid.max_tokens, unsaid.stop, unsaid.cache_prompt) == (2, ("@",), False)
+    assert (said.max_tokens, said.stop, said.cache_prompt) == (-1, (), True)
+    assert (unsaid.sampling.logit_bias, said.sampling.logit_bias) == (((5, 1.0),), ((6, 2.0),))
+    assert (params["n_predict"], params["stop"]) == (2, ["@"])
+
+
+async def test_a_requests_own_template_variables_go_before_the_defaults() -> None:
+    engine = FakeEngine()
+    engine.model = replace(engine.model, chat_template=ChatTemplate("{{ a }}{{ b }}{{ messages[0].content }}"))
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"b": 3}}
+    async with api(engine, template_variables={"a": 1, "b": 2}) as client:
+        assert (await client.post("/apply-template", json=body)).json()["prompt"] == "13x"
+
+
+def test_default_biases_must_be_of_tokens_that_exist() -> None:
+    settings = ServerConfig(sampling=SamplingParams(logit_bias=((10**6, 1.0),)))
+    with pytest.raises(ValueError, match="expected logit_bias of tokens from 0 to"):
+        create_app(FakeEngine(), settings)
 
 
 async def test_stop_types() -> None:

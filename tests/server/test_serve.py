@@ -222,6 +222,17 @@ async def test_address_in_use_is_an_os_error() -> None:
             await serve(app, ServerConfig(port=served.port), trio.Event())
 
 
+async def test_several_addresses() -> None:
+    app, _ = toy_app()
+    shutdown = trio.Event()
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(serve, app, ServerConfig(host="127.0.0.1,127.0.0.2", port=0), shutdown)
+        assert [url.rpartition(":")[0] for url in urls] == ["http://127.0.0.1", "http://127.0.0.2"]
+        shutdown.set()
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        await serve(app, ServerConfig(host="127.0.0.1,192.0.2.1", port=0), trio.Event())
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -11,15 +11,27 @@ import argparse
 import gc
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
-from llamatrio.cli_flags import add_engine_flags, add_model_flag, add_server_flags, engine_config, server_config
+from llamatrio import config
+from llamatrio.cli.accepted import add_accepted_flags
+from llamatrio.cli.environment import take_defaults
+from llamatrio.cli.flags import (
+    add_default_flags,
+    add_engine_flags,
+    add_model_flags,
+    add_server_flags,
+    engine_config,
+    server_config,
+)
+from llamatrio.cli.log import add_log_flags, start_log
 from llamatrio.errors import LlamatrioError
+from llamatrio.version import __version__
 
 if TYPE_CHECKING:
     from llamatrio.engine.engine import Engine
@@ -31,11 +43,10 @@ and the device's thread needs the GIL for moments between steps."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(message)s", stream=sys.stderr)
-    logging.getLogger("llamatrio").setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    command: Callable[[argparse.Namespace], None] = args.command
     try:
+        args = _parser(config.environment()).parse_args(argv)
+        start_log(args)
+        command: Callable[[argparse.Namespace], None] = args.command
         command(args)
     except KeyboardInterrupt:
         return 130
@@ -52,41 +63,52 @@ def _report(error: Exception) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="llamatrio", description="An LLM server for GGUF models.")
+    parser.add_argument("--version", action="version", version=f"llamatrio {__version__}")
     commands = parser.add_subparsers(required=True, metavar="serve | run | info")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
-    add_model_flag(serve)
-    add_engine_flags(serve)
-    add_server_flags(serve)
+    for add_flags in (add_model_flags, add_engine_flags, add_server_flags, add_default_flags, add_log_flags):
+        add_flags(serve)
+    add_accepted_flags(serve)
+    serve.add_argument("--version", action="version", version=f"llamatrio {__version__}")
+    take_defaults(serve, environment or {})
     serve.set_defaults(command=_serve)
     run = commands.add_parser("run", help="stream one answer to the terminal", allow_abbrev=False)
     run.add_argument("prompt", help="the user's message")
     run.add_argument("--system", help="the system message")
     run.add_argument("-n", "--predict", type=int, default=-1, metavar="N", help="most tokens to make")
     run.add_argument("--temp", type=float, default=None, metavar="T", help="temperature; 0 is greedy")
-    add_model_flag(run)
-    add_engine_flags(run)
+    for add_flags in (add_model_flags, add_engine_flags, add_log_flags, add_accepted_flags):
+        add_flags(run)
     run.set_defaults(command=_run)
     info = commands.add_parser("info", help="print what a file holds and the memory it needs", allow_abbrev=False)
     info.add_argument("file", help="a GGUF file")
     info.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context in tokens")
-    info.add_argument("-v", "--verbose", action="store_true", help="list the tensors too")
+    add_log_flags(info)
     info.set_defaults(command=_info)
     return parser
 
 
+def _model_path(args: argparse.Namespace) -> Path:
+    from llamatrio.model.hub import resolve_model
+    from llamatrio.model.hugging_face import fetch_from_hugging_face
+
+    if args.model is None and args.hf_repo is not None:
+        return fetch_from_hugging_face(args.hf_repo, args.hf_file, token=args.hf_token, offline=args.offline)
+    return resolve_model(args.model)
+
+
 def _serve(args: argparse.Namespace) -> None:
     from llamatrio.engine.engine import open_engine
-    from llamatrio.model.hub import resolve_model
     from llamatrio.server.loading import serve_while_loading
     from llamatrio.server.serve import until_signalled
 
-    config, settings = engine_config(args), server_config(args)
-    path = resolve_model(args.model)
+    engine, settings = engine_config(args), server_config(args)
+    path = _model_path(args)
 
     async def serve(shutdown: trio.Event) -> None:
-        await serve_while_loading(_settled(open_engine(path, config)), settings, shutdown)
+        await serve_while_loading(_settled(open_engine(path, engine)), settings, shutdown)
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     trio.run(until_signalled, serve)
@@ -105,7 +127,6 @@ async def _settled(opening: AbstractAsyncContextManager[Engine]) -> AsyncIterato
 def _run(args: argparse.Namespace) -> None:
     from llamatrio.engine.engine import open_engine
     from llamatrio.model.chat import encode_chat
-    from llamatrio.model.hub import resolve_model
 
     if not args.verbose:
         logging.getLogger("llamatrio").setLevel(logging.WARNING)
@@ -113,7 +134,7 @@ def _run(args: argparse.Namespace) -> None:
     messages.append({"role": "user", "content": args.prompt})
 
     async def run() -> None:
-        async with open_engine(resolve_model(args.model), engine_config(args)) as engine:
+        async with open_engine(_model_path(args), engine_config(args)) as engine:
             prompt = encode_chat(engine.model.chat_template, engine.model.tokenizer, messages)
             options = {} if args.temp is None else {"temperature": args.temp}
             async for piece in engine.generate(prompt, max_tokens=args.predict, **options):

@@ -1,41 +1,36 @@
 """llama-server's flags, and the configuration they stand for.
 
-Flags of llama-server that name something llamatrio does by itself (or does not need) are accepted, so that a command
-line works as it is; flags for features that are not there are refused by argparse, by name.
+Those that need no effect here are in `accepted`; flags for features that are not there are refused by argparse, by
+name.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from llamatrio.config import EngineConfig
 from llamatrio.sched.types import SamplingParams
 from llamatrio.server.settings import CorsConfig, ServerConfig
 
-_NO_EFFECT = {
-    "-fa --flash-attn": "attention never builds the whole score matrix",
-    "-cb --cont-batching": "batching is always continuous",
-    "-nocb --no-cont-batching": "batching is always continuous",
-    "--jinja": "templates are always rendered by Jinja",
-    "--mlock": "weights are copied into memory of their own",
-    "--no-mmap": "weights are copied into memory of their own",
-    "--mmap": "weights are copied into memory of their own",
-    "--no-webui": "there is no page yet",
-    "--threads-http": "one event loop serves all connections",
-    "-tb --threads-batch": "prompts use the same threads",
-    "-sps --slot-prompt-similarity": "the longest cached prefix is always used",
-    "--cache-prompt": "prompts are cached unless a request says otherwise",
-    "--log-colors": "the log has no colours",
-}
-"""Flags that are accepted and change nothing, with the reason."""
-_WITH_VALUE = {"--flash-attn", "--threads-http", "--threads-batch", "--slot-prompt-similarity", "--log-colors"}
+_DEVICES = {"auto": "auto", "cpu": "cpu", "none": "cpu", "cuda": "cuda", "cuda0": "cuda"}
+"""Our names by ours and llama-server's."""
+_ALL_LAYERS = 1 << 20
 
 
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    """-m and -v, which every command has."""
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF file (default: fetch SmolLM2-135M-Instruct)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the model comes from, and its chat template."""
+    add = parser.add_argument
+    add("-m", "--model", metavar="FILE", help="GGUF file (default: fetch SmolLM2-135M-Instruct)")
+    add("-hf", "-hfr", "--hf-repo", metavar="USER/MODEL[:QUANT]", help="fetch from Hugging Face (default: Q4_K_M)")
+    add("-hff", "--hf-file", metavar="FILE", help="this file of the repository")
+    add("-hft", "--hf-token", metavar="TOKEN", help="Hugging Face access token")
+    add("--offline", action="store_true", help="take what was fetched before; no network")
+    add("--chat-template", metavar="JINJA", help="Jinja template, or chatml (default: the model's own)")
+    add("--chat-template-file", metavar="FILE", help="file of a Jinja template")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +39,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("-c", "--ctx-size", type=int, default=0, metavar="N", help="tokens of context for all slots (0: the model's)")
     add("-np", "--parallel", type=int, default=-1, metavar="N", help="slots: sequences that run at once (default 4)")
     add("-kvu", "--kv-unified", action=argparse.BooleanOptionalAction, default=None, help="slots share the context")
+    add("-no-kvu", dest="kv_unified", action="store_false", help=argparse.SUPPRESS)
     add("-ctk", "--cache-type-k", choices=("f16", "q8_0"), default="f16", help="type of cached keys")
     add("-ctv", "--cache-type-v", choices=("f16", "q8_0"), default="f16", help="type of cached values")
     add("-b", "--batch-size", type=int, default=2048, metavar="N", help="most rows in a step")
     add("-ub", "--ubatch-size", type=int, default=512, metavar="N", help="most prompt rows in a step")
     add("-t", "--threads", type=int, default=0, metavar="N", help="CPU threads (default: all usable cores)")
-    add("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, default=99, metavar="N", help="layers on the GPU")
-    add("-dev", "--device", choices=("auto", "cpu", "cuda"), default="auto", help="what runs the model")
+    add("-ngl", "--gpu-layers", "--n-gpu-layers", type=_layers, default=99, metavar="N", help="layers on the GPU")
+    add("-dev", "--device", type=_device, default="auto", metavar="NAME", help="what runs the model: auto, cpu, cuda")
     add("-cram", "--cache-ram", type=int, default=8192, metavar="MIB", help="prompt cache; 0: off, -1: no limit")
     add("--cache-idle-slots", action=argparse.BooleanOptionalAction, default=True, help="save slots that turn idle")
     add("--cache-scope", choices=("key", "all"), default="key", help="who shares cached prompts")
@@ -59,12 +55,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--stream-stall-timeout", type=float, default=60.0, metavar="S", help="when a reader that stalls is given up")
     add("-s", "--seed", type=int, default=-1, metavar="N", help="default seed (-1: a fresh one for each request)")
-    for names, why in _NO_EFFECT.items():
-        flags = names.split()
-        if flags[-1] in _WITH_VALUE:
-            add(*flags, nargs="?", metavar="X", help=f"accepted: {why}")
-        else:
-            add(*flags, action="store_true", help=f"accepted: {why}")
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,9 +73,24 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--sse-ping-interval", type=float, default=30.0, metavar="S", help="comment on silent streams; 0: none")
     add("-to", "--timeout", type=float, default=3600.0, metavar="S", help="time for a request's body to arrive")
     add("--grace", type=float, default=30.0, metavar="S", help="time for streams to end after SIGTERM")
+    cors = CorsConfig()
     add("--cors-origins", default="*", metavar="LIST", help="origins browsers may call from")
+    add("--cors-methods", default=", ".join(cors.methods), metavar="LIST", help="methods they may use")
+    add("--cors-headers", default="*", metavar="LIST", help="headers they may send")
+    add("--cors-credentials", action=argparse.BooleanOptionalAction, default=cors.credentials, help="with credentials")
+
+
+def add_default_flags(parser: argparse.ArgumentParser) -> None:
+    """What a request gets that does not say."""
+    add = parser.add_argument
+    add("-n", "--predict", "--n-predict", type=int, default=-1, metavar="N", help="default n_predict (-1: no limit)")
+    add("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT", help="default stop string (repeatable)")
+    add("--cache-prompt", action=argparse.BooleanOptionalAction, default=True, help="default cache_prompt")
+    add("--chat-template-kwargs", type=_object, default={}, metavar="JSON", help="default variables of the template")
+    add("-rea", "--reasoning", choices=("on", "off", "auto"), default="auto", help="default enable_thinking")
+    add("-l", "--logit-bias", type=_bias, action="append", default=[], metavar="ID+X", help="default bias (repeatable)")
     sampling = SamplingParams()
-    add("--temp", type=float, default=sampling.temperature, metavar="T", help="default temperature")
+    add("--temp", "--temperature", type=float, default=sampling.temperature, metavar="T", help="default temperature")
     add("--top-k", type=int, default=sampling.top_k, metavar="N", help="default top_k")
     add("--top-p", type=float, default=sampling.top_p, metavar="P", help="default top_p")
     add("--min-p", type=float, default=sampling.min_p, metavar="P", help="default min_p")
@@ -94,6 +99,37 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", type=float, default=0.0, metavar="X", help="default presence_penalty")
     add("--frequency-penalty", type=float, default=0.0, metavar="X", help="default frequency_penalty")
     add("--ignore-eos", action="store_true", help="default ignore_eos")
+
+
+def _layers(text: str) -> int:
+    return _ALL_LAYERS if text in ("all", "auto") else int(text)
+
+
+def _device(text: str) -> str:
+    if text.lower() not in _DEVICES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DEVICES)}")
+    return _DEVICES[text.lower()]
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """`15043+1` or `15043-1`, as llama-server writes it."""
+    found = re.fullmatch(r"(\d+)([+-].+)", text)
+    if found is None:
+        raise ValueError
+    return int(found[1]), float(found[2])
+
+
+def chat_template(args: argparse.Namespace) -> str | None:
+    """The template that was given. Raises OSError when its file cannot be read."""
+    given: str | None = args.chat_template
+    return given if args.chat_template_file is None else Path(args.chat_template_file).read_text()
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -111,6 +147,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         n_gpu_layers=args.gpu_layers,
         cache_ram_mib=args.cache_ram,
+        chat_template=chat_template(args),
         cache_idle_slots=args.cache_idle_slots,
         cache_scope=args.cache_scope,
         target_itl_ms=args.target_itl,
@@ -130,8 +167,10 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         repeat_last_n=args.repeat_last_n,
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
+        logit_bias=tuple(args.logit_bias),
         ignore_eos=args.ignore_eos,
     )
+    thinking = {} if args.reasoning == "auto" else {"enable_thinking": args.reasoning == "on"}
     return ServerConfig(
         host=args.host,
         port=args.port,
@@ -141,18 +180,33 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         alias=args.alias,
         api_prefix=args.api_prefix,
         sampling=sampling,
+        max_tokens=args.predict,
+        stop=tuple(word for word in args.reverse_prompt if word),
+        cache_prompt=args.cache_prompt,
+        template_variables={**thinking, **args.chat_template_kwargs},
         metrics=args.metrics,
         slots=args.slots,
         sse_ping_interval=args.sse_ping_interval,
         timeout=args.timeout,
         grace=args.grace,
         write_timeout=args.stream_stall_timeout,
-        cors=CorsConfig(origins=tuple(args.cors_origins.split(","))),
+        cors=CorsConfig(
+            origins=_names(args.cors_origins),
+            methods=_names(args.cors_methods),
+            headers=() if args.cors_headers == "*" else _names(args.cors_headers),
+            credentials=args.cors_credentials,
+        ),
     )
 
 
 def _keys(given: list[str], file: str | None) -> tuple[str, ...]:
-    keys = [key.strip() for text in given for key in text.split(",")]
+    keys = [key for text in given for key in _names(text)]
     if file is not None:
-        keys += [line.strip() for line in Path(file).read_text().splitlines()]
-    return tuple(key for key in keys if key)
+        lines = (line.strip() for line in Path(file).read_text().splitlines())
+        keys += [line for line in lines if line and not line.startswith("#")]
+    return tuple(keys)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The parts of a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
