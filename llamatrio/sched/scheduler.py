@@ -113,10 +113,6 @@ class Scheduler:
             self._retire(seq)
         # In flight: `update` retires it. Restoring: `finish_restore` does.
 
-    def has_work(self) -> bool:
-        """Whether a step could be due: something runs that is not paused, or something waits."""
-        return bool(self.waiting) or any(self._is_runnable(seq) for seq in self.running)
-
     def take_jobs(self) -> list[SaveTicket | RestoreTicket]:
         """Saves and restores that have begun and are to be carried out."""
         jobs, self._jobs = self._jobs, []

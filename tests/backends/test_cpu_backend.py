@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from llamatrio.backends.cpu import scratch, tables
 from llamatrio.backends.cpu.backend import CpuBackend, open_cpu_backend
 from llamatrio.backends.cpu.cells import CellPool
 from llamatrio.backends.cpu.levels import current_level
+from llamatrio.backends.cpu.machine import Machine, StepResults
 from llamatrio.errors import BackendError, UnsupportedModelError
 from llamatrio.model.spec import KVLayout, KVType
+from llamatrio.sched.types import StepOutput
 
 MODEL = "tiny-qwen3-wide-q4_k_m"
 WINDOWED = "tiny-gemma3-f16"
@@ -200,6 +203,33 @@ def test_a_gather_reads_what_the_steps_before_it_wrote(backend: CpuBackend) -> N
         again = backend.new_staging(64)
         backend.gather_cells(cells, again).landed.result(timeout=60)
         np.testing.assert_array_equal(staging.records, again.records)
+
+
+def test_a_restore_does_not_wait_for_a_save(backend: CpuBackend) -> None:
+    """Somebody waits for the one, nobody for the other."""
+    step_that_lasts: Future[StepOutput] = Future()
+    backend._last_step = step_that_lasts
+    save = backend.gather_cells(np.arange(8, dtype=np.int32), backend.new_staging(8))
+    restore = backend.scatter_cells(backend.new_staging(4), np.arange(100, 104, dtype=np.int32))
+    restore.result(timeout=30)
+    assert not save.landed.done()
+    step_that_lasts.set_exception(BackendError("it is over"))
+    save.landed.result(timeout=30)
+
+
+@pytest.mark.parametrize("where", [(Machine, "load_batch"), (StepResults, "step_output")], ids=["before", "after"])
+def test_a_fault_beside_a_step_reaches_whoever_waits_and_the_next_step_runs(
+    backend: CpuBackend, where: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the results")
+
+    batch = make_batch([Piece(Stream(0, np.arange(8)), tokens(8))])
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, fail)
+        with pytest.raises(MemoryError, match="no room for the results"):
+            backend.forward(batch).result(timeout=30)
+    assert len(backend.forward(batch).result(timeout=30).ids) == 8
 
 
 def test_records_are_token_major(backend: CpuBackend) -> None:
