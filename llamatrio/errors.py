@@ -57,7 +57,7 @@ class ContextOverflowError(RequestError):
 
     def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
         super().__init__(
-            f"the request has {n_prompt_tokens} prompt tokens, which does not fit the context of {n_ctx} tokens",
+            f"the request ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens)",
             field="prompt",
         )
         self.n_prompt_tokens = n_prompt_tokens

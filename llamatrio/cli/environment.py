@@ -27,7 +27,7 @@ _VALUES = {
 _SWITCHES = {
     "KV_UNIFIED": "kv_unified", "CACHE_IDLE_SLOTS": "cache_idle_slots", "CACHE_PROMPT": "cache_prompt",
     "ENDPOINT_METRICS": "metrics", "ENDPOINT_SLOTS": "slots", "CORS_CREDENTIALS": "cors_credentials",
-    "LOG_TIMESTAMPS": "log_timestamps", "OFFLINE": "offline",
+    "LOG_TIMESTAMPS": "log_timestamps", "OFFLINE": "offline", "PREFILL_ASSISTANT": "prefill_assistant",
 }  # fmt: skip
 _WORDS = {"on": True, "enabled": True, "true": True, "1": True, "off": False, "disabled": False, "false": False,
           "0": False}  # fmt: skip

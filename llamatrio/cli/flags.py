@@ -87,6 +87,7 @@ def add_default_flags(parser: argparse.ArgumentParser) -> None:
     add("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT", help="default stop string (repeatable)")
     add("--cache-prompt", action=argparse.BooleanOptionalAction, default=True, help="default cache_prompt")
     add("--chat-template-kwargs", type=_object, default={}, metavar="JSON", help="default variables of the template")
+    add("--prefill-assistant", action=argparse.BooleanOptionalAction, default=True, help="continue a last answer")
     add("-rea", "--reasoning", choices=("on", "off", "auto"), default="auto", help="default enable_thinking")
     add("-l", "--logit-bias", type=_bias, action="append", default=[], metavar="ID+X", help="default bias (repeatable)")
     sampling = SamplingParams()
@@ -183,6 +184,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         max_tokens=args.predict,
         stop=tuple(word for word in args.reverse_prompt if word),
         cache_prompt=args.cache_prompt,
+        prefill_assistant=args.prefill_assistant,
         template_variables={**thinking, **args.chat_template_kwargs},
         metrics=args.metrics,
         slots=args.slots,

@@ -61,9 +61,12 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt for `messages` (dictionaries with `role` and `content`, as in the OpenAI API).
+
+        continue_final: the last message is the beginning of the answer: its text stands last, without an end.
 
         `variables` are the template's own (such as `enable_thinking`). Content as a list of text parts is joined
         for a template that takes strings only, and the other way round.
@@ -74,10 +77,13 @@ class ChatTemplate:
         """
         if taken := _RESERVED & variables.keys():
             raise RequestError(f"{min(taken)!r} cannot be set for the template", field="chat_template_kwargs")
-        fitted = [self._fit_content(message) for message in messages]
-        return self._render(
+        fitted = [self._fit(message) for message in messages]
+        beginning = text_of(fitted.pop()) if continue_final else ""
+        add_generation_prompt = add_generation_prompt or continue_final
+        prompt = self._render(
             {**variables, "messages": fitted, "tools": tools, "add_generation_prompt": add_generation_prompt}
         )
+        return prompt + beginning
 
     def _compile(self, now: Callable[[], datetime]) -> jinja2.Template | None:
         try:
@@ -114,7 +120,12 @@ class ChatTemplate:
             return False
         return _PROBE in written and "'text'" not in written and '"text"' not in written
 
-    def _fit_content(self, message: Message) -> Message:
+    def _fit(self, message: Message) -> Message:
+        """The message as this template takes it. No content is empty content, and a developer is the system."""
+        if message.get("content", "") is None:
+            message = {**message, "content": ""}
+        if message.get("role") == "developer" and "developer" not in self.source:
+            message = {**message, "role": "system"}
         content = message.get("content")
         if isinstance(content, list) and not self._takes_parts and (text := _joined_text(content)) is not None:
             return {**message, "content": text}
@@ -123,11 +134,17 @@ class ChatTemplate:
         return message
 
 
+def text_of(message: Message) -> str:
+    """A message's text, whatever the form of its content."""
+    content = message.get("content")
+    return (_joined_text(content) if isinstance(content, list) else content) or ""
+
+
 def _joined_text(parts: list[Any]) -> str | None:
-    """The text of content parts; None when there are others than text."""
+    """The text of content parts, a line each; None when there are others than text."""
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
     return (
-        "".join(text for text in texts if isinstance(text, str))
+        "\n".join(text for text in texts if isinstance(text, str))
         if all(isinstance(text, str) for text in texts)
         else None
     )
@@ -171,6 +188,7 @@ def encode_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final: bool = False,
     **variables: Any,
 ) -> list[int]:
     """Ids of the rendered messages, with exactly one BOS where the model wants one.
@@ -186,7 +204,11 @@ def encode_chat(
     stand_ins = StandIns(tokenizer, template.source)
     guarded, guarded_tools, guarded_variables = stand_ins.put([list(messages), tools, variables])
     prompt = template.render(
-        guarded, tools=guarded_tools, add_generation_prompt=add_generation_prompt, **guarded_variables
+        guarded,
+        tools=guarded_tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final=continue_final,
+        **guarded_variables,
     )
     ids = tokenizer.encode_parts(stand_ins.split(prompt))
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:

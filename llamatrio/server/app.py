@@ -15,6 +15,7 @@ from llamatrio.server.ports import Engine
 from llamatrio.server.service import RunBlocking, Service
 from llamatrio.server.settings import ServerConfig
 from llamatrio.server.state import add_state_routes
+from llamatrio.server.unoffered import add_unoffered_routes
 
 
 class ApiApp(QuartTrio):
@@ -43,4 +44,5 @@ def create_app(
     add_text_routes(app, service)
     add_state_routes(app, service)
     add_metrics_route(app, service)
+    add_unoffered_routes(app, service)
     return app

@@ -121,15 +121,13 @@ class CompletionWriter:
     def piece(self, item: TokenEvent) -> bytes:
         self._n_predicted += len(item.ids)
         self._has_new_line = self._has_new_line or "\n" in item.text
-        if not item.text and not item.probs and not self._body.return_tokens:
-            return b""
         if self._id_slot is None:  # known once it runs
             self._id_slot = self._generation.progress().lane
         partial: dict[str, Any] = {
             **self._fixed,
             "id_slot": self._id_slot,
             "content": item.text,
-            "tokens": item.ids if self._body.return_tokens else (),
+            "tokens": item.ids,
             "tokens_predicted": self._n_predicted,
         }
         if self._body.timings_per_token:
@@ -169,10 +167,10 @@ def final_json(
 
 
 def selected(answer: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
-    """The fields that `response_fields` asks for; "a/b" takes b out of a."""
+    """The fields that `response_fields` asks for, by the names it gives them; "a/b" is b within a."""
     if not fields:
         return answer
-    found = {path.rsplit("/", 1)[-1]: _look_up(answer, path.split("/")) for path in fields}
+    found = {path: _look_up(answer, path.split("/")) for path in fields}
     return {name: value for name, value in found.items() if value is not None}
 
 

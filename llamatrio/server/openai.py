@@ -10,6 +10,7 @@ from quart_trio import QuartTrio
 
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.errors import RequestError
+from llamatrio.model.chat import text_of
 from llamatrio.sched.sampler import Choice
 from llamatrio.server.asgi import read_body
 from llamatrio.server.event_stream import stream_answer
@@ -33,7 +34,15 @@ def add_openai_routes(app: QuartTrio, service: Service) -> None:
             raise RequestError("top_logprobs: needs logprobs to be true", field="top_logprobs")
         job = await service.chat_job(body)
         tokens = TokenJson(service.engine.model.tokenizer, n_top=body.top_logprobs or 0)
-        return await _Answer(service, body, ChatForm(), tokens if body.logprobs else None).answer([job])
+        form = ChatForm(text_of(body.messages[-1]) if service.continues(body) else "")
+        return await _Answer(service, body, form, tokens if body.logprobs else None).answer([job])
+
+    @app.post(prefix + "/v1/chat/completions/input_tokens")
+    @app.post(prefix + "/chat/completions/input_tokens")
+    async def count_tokens() -> Response:
+        body = decode_body(await read_body(), ChatBody)
+        tokens = await service.run_blocking(service.encode_chat, body)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     @app.post(prefix + "/v1/completions")
     async def completions() -> Response:
@@ -71,14 +80,17 @@ class Form(Protocol):
 
 
 class ChatForm:
-    """A chat completion."""
+    """A chat completion. `beginning`: what the client gave of the answer, which is part of it."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, beginning: str = "") -> None:
+        self._beginning = beginning
+
     def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": ""}}
+        return {"delta": {"role": "assistant", "content": self._beginning}}
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
@@ -87,7 +99,7 @@ class ChatForm:
         return {"delta": {}}
 
     def whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+        return {"message": {"role": "assistant", "content": self._beginning + text}}
 
 
 class CompletionForm:

@@ -102,6 +102,17 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         _check_message(message, f"messages[{i}]")
 
 
+def check_continuation(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RequestError unless the last message can be the beginning of the answer."""
+    roles = [message["role"] for message in messages[-2:]]
+    if roles[-1] != "assistant":
+        raise RequestError("continue_final_message: the last message is not the assistant's", field="messages")
+    if roles == ["assistant", "assistant"]:
+        raise RequestError("messages: expected at most one message of the assistant at the end", field="messages")
+    if messages[-1].get("tool_calls"):
+        raise RequestError("messages: a message with tool calls cannot be continued", field="messages")
+
+
 def _check_message(message: Mapping[str, Any], place: str) -> None:
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{place}.role: expected a string", field=f"{place}.role")
@@ -109,7 +120,7 @@ def _check_message(message: Mapping[str, Any], place: str) -> None:
     if isinstance(content, list):
         for i, part in enumerate(content):
             _check_part(part, f"{place}.content[{i}]")
-    elif content is None and not message.get("tool_calls"):
+    elif "content" not in message and message["role"] != "assistant":
         raise RequestError(f"{place}.content: the field is required", field=f"{place}.content")
     elif content is not None and not isinstance(content, str):
         raise RequestError(f"{place}.content: expected a string or a list of parts", field=f"{place}.content")

@@ -147,11 +147,23 @@ class TokenJson:
         return {"id": id, "token": piece.decode("utf-8", "ignore"), "bytes": list(piece), self._key: value}
 
 
+RANDOM_SEED = 0xFFFF_FFFF
+"""What llama-server writes for a seed that is drawn anew for each request."""
+
+_UNOFFERED: dict[str, Any] = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 64,
+    "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "n_keep": 0, "n_discard": 0, "min_keep": 0,
+    "grammar": "", "lora": [], "reasoning_format": "none", "reasoning_in_content": False,
+}  # fmt: skip
+"""Settings that are not offered, at the values that turn them off: user interfaces read them."""
+
+
 def generation_settings(request: Request, *, stream: bool, seed: int | None) -> dict[str, Any]:
     """A request's settings, by llama-server's names."""
     sampling = request.sampling
     return {
-        "seed": sampling.seed if seed is None else seed,
+        "seed": next((s for s in (seed, sampling.seed) if s is not None), RANDOM_SEED),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -170,4 +182,5 @@ def generation_settings(request: Request, *, stream: bool, seed: int | None) -> 
         "n_probs": sampling.n_probs,
         "post_sampling_probs": sampling.post_sampling_probs,
         "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+        **_UNOFFERED,
     }

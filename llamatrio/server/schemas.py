@@ -51,7 +51,6 @@ class Unoffered(Struct, kw_only=True):
     suffix: Any = None
     lora: Any = None
     audio: Any = None
-    continue_final_message: Any = None
     mirostat: Any = None
     dry_multiplier: Any = None
     xtc_probability: Any = None
@@ -77,7 +76,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "lora": ([],),
-    "continue_final_message": (False,),
     "mirostat": (0,),
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
@@ -158,6 +156,7 @@ class Conversation(Protocol):
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None
     add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
 
 class TemplateBody(Unoffered, kw_only=True):
@@ -166,6 +165,7 @@ class TemplateBody(Unoffered, kw_only=True):
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -174,6 +174,7 @@ class ChatBody(GenerationBody, kw_only=True):
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

@@ -16,7 +16,7 @@ from llamatrio.model.chat import encode_chat
 from llamatrio.sched.types import Request, SamplingParams
 from llamatrio.server.asgi import held_by_request
 from llamatrio.server.ports import Engine, Generation
-from llamatrio.server.prompts import Prompt, check_messages, read_logit_bias, read_prompts
+from llamatrio.server.prompts import Prompt, check_continuation, check_messages, read_logit_bias, read_prompts
 from llamatrio.server.results import TokenJson
 from llamatrio.server.schemas import ChatBody, CompletionBody, Conversation, GenerationBody, sampling_params
 from llamatrio.server.settings import ServerConfig
@@ -26,7 +26,9 @@ RunBlocking = Callable[..., Awaitable[Any]]
 LONG_BODY = 4096
 """Bytes of a body from which on its prompt is tokenized in a thread."""
 
-_TEMPLATE_ARGUMENTS = frozenset({"template", "tokenizer", "messages", "tools", "add_generation_prompt"})
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"template", "tokenizer", "messages", "tools", "add_generation_prompt", "continue_final"}
+)
 
 
 class Job(NamedTuple):
@@ -104,29 +106,33 @@ class Service:
     def encode_chat(self, body: Conversation) -> list[int]:
         """A chat's prompt as ids. Blocking."""
         model = self.engine.model
-        return encode_chat(
-            model.chat_template,
-            model.tokenizer,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            **self._template_variables(body),
-        )
+        return encode_chat(model.chat_template, model.tokenizer, body.messages, **self._template_arguments(body))
 
     def render_chat(self, body: Conversation) -> str:
         """A chat's prompt as text. Blocking."""
-        return self.engine.model.chat_template.render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            **self._template_variables(body),
-        )
+        return self.engine.model.chat_template.render(body.messages, **self._template_arguments(body))
 
-    def _template_variables(self, body: Conversation) -> dict[str, Any]:
-        """The template's own variables; checks the messages on the way. Raises RequestError."""
+    def continues(self, body: Conversation) -> bool:
+        """Whether the last of the messages, which are checked, is the beginning of the answer."""
+        is_wanted = self.settings.prefill_assistant or body.continue_final_message is True
+        return is_wanted and body.messages[-1]["role"] == "assistant"
+
+    def _template_arguments(self, body: Conversation) -> dict[str, Any]:
+        """How the messages are rendered; checks them on the way. Raises RequestError."""
         check_messages(body.messages)
+        is_asked = body.continue_final_message is True
+        if is_asked and body.add_generation_prompt is True:
+            raise RequestError("continue_final_message: excludes add_generation_prompt", field="continue_final_message")
+        if is_asked or self.continues(body):
+            check_continuation(body.messages)
         variables = {**self.settings.template_variables, **(body.chat_template_kwargs or {})}
         if taken := _TEMPLATE_ARGUMENTS & variables.keys():
             raise RequestError(f"{min(taken)!r} cannot be set for the template", field="chat_template_kwargs")
-        return variables
+        return {
+            **variables,
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final": self.continues(body),
+        }
 
     def _sampling(self, body: GenerationBody, n_probs: int) -> SamplingParams:
         tokenizer = self.engine.model.tokenizer

@@ -51,6 +51,8 @@ class ServerConfig:
     """Likewise; -1: until the context is full."""
     stop: tuple[str, ...] = ()
     cache_prompt: bool = True
+    prefill_assistant: bool = True
+    """A chat whose last message is the assistant's is continued within that message."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Likewise, for chat templates: a request's own go before these."""
     metrics: bool = False

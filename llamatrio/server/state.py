@@ -27,7 +27,7 @@ def add_state_routes(app: QuartTrio, service: Service) -> None:
     @app.get(prefix + "/v1/models")
     @app.get(prefix + "/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model_json(service)]})
+        return json_response({"models": [_listed_model(service)], "object": "list", "data": [_model_json(service)]})
 
     @app.get(prefix + "/props")
     async def props() -> Response:
@@ -47,6 +47,8 @@ def _model_json(service: Service) -> dict[str, Any]:
     model = service.engine.model
     return {
         "id": service.model_name,
+        "aliases": [service.model_name],
+        "tags": [],
         "object": "model",
         "created": 0,
         "owned_by": "llamatrio",
@@ -57,6 +59,31 @@ def _model_json(service: Service) -> dict[str, Any]:
             "n_embd": model.spec.n_embd,
             "n_params": model.n_params,
             "size": model.size_bytes,
+        },
+    }
+
+
+def _listed_model(service: Service) -> dict[str, Any]:
+    """The model as clients of Ollama expect it."""
+    name = service.model_name
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": "",
+        "size": "",
+        "digest": "",
+        "type": "model",
+        "description": "",
+        "tags": [],
+        "capabilities": ["completion"],
+        "parameters": "",
+        "details": {
+            "parent_model": "",
+            "format": "gguf",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
         },
     }
 

@@ -118,9 +118,28 @@ def test_parts_and_strings_are_fitted_to_the_template() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     takes_text = ChatTemplate("{{ messages[0].content }}")
     takes_parts = ChatTemplate("{% for part in messages[0].content %}{{ part.text }};{% endfor %}")
-    assert takes_text.render(parts) == "ab"
+    assert takes_text.render(parts) == "a\nb"
     assert takes_parts.render(parts) == "a;b;"
     assert takes_parts.render(USER) == "hi;"
+
+
+def test_messages_are_fitted_to_the_template() -> None:
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content + ';' }}{% endfor %}"
+    messages = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]
+    assert ChatTemplate(source).render(messages) == "system:a;assistant:;"
+    knows_developers = ChatTemplate(source + "{# developer #}")
+    assert knows_developers.render(messages) == "developer:a;assistant:;"
+
+
+@pytest.mark.parametrize(
+    "content", ["Hel", [{"type": "text", "text": "H"}, {"type": "text", "text": "el"}]], ids=["string", "parts"]
+)
+def test_a_last_answer_is_continued(content: object) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    template = ChatTemplate(None)
+    beginning = "Hel" if content == "Hel" else "H\nel"
+    assert template.render(messages, continue_final=True) == template.render(USER) + beginning
+    assert template.render(messages).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from llamatrio.errors import RequestError
 from llamatrio.server.schemas import ChatBody, CompletionBody, decode_body
+from llamatrio.server.unoffered import ROUTES
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+ASSISTANT = {"role": "assistant", "content": "hi"}
 
 
 async def refused(client: Any, path: str, body: Any, field: str | None) -> str:
@@ -183,7 +185,6 @@ async def test_all_forms_of_a_ban_are_one() -> None:
         ("echo", True),
         ("suffix", "x"),
         ("mirostat", 2),
-        ("continue_final_message", True),
         ("lora", [{"id": 0}]),
     ],
 )
@@ -223,6 +224,31 @@ async def test_messages(messages: Any, field: str) -> None:
     async with api(FakeEngine()) as client:
         await refused(client, CHAT, {"messages": messages}, field)
         await refused(client, "/apply-template", {"messages": messages}, field)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": [ASSISTANT, ASSISTANT]}, "messages"),
+        ({"messages": [{**ASSISTANT, "tool_calls": [{}]}]}, "messages"),
+        ({**HI, "continue_final_message": True}, "messages"),
+        ({**HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({**HI, "continue_final_message": "yes"}, "continue_final_message"),
+        ({**HI, "chat_template_kwargs": {"continue_final": True}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_cannot_be_continued(body: dict[str, Any], field: str) -> None:
+    async with api(FakeEngine()) as client:
+        await refused(client, CHAT, body, field)
+        await refused(client, "/apply-template", body, field)
+
+
+@pytest.mark.parametrize("path", [path for paths in ROUTES.values() for path in paths])
+async def test_routes_of_what_is_not_offered_say_so(path: str) -> None:
+    async with api(FakeEngine(), api_prefix="/llm") as client:
+        response = await client.post("/llm" + path.replace("<int:_slot>", "0"), json={})
+        assert (response.status_code, response.json()["error"]["type"]) == (501, "not_supported_error")
+        assert (await client.get("/llm/lora-adapters")).json() == []
 
 
 async def test_missing_messages_and_stray_top_logprobs() -> None:

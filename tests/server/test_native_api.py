@@ -124,7 +124,10 @@ async def test_several_prompts_give_a_list() -> None:
 async def test_response_fields() -> None:
     body = {"prompt": "a", "n_predict": 1, "response_fields": ["content", "generation_settings/top_k", "nothing"]}
     async with api(FakeEngine()) as client:
-        assert (await client.post("/completion", json=body)).json() == {"content": "Hello", "top_k": 40}
+        assert (await client.post("/completion", json=body)).json() == {
+            "content": "Hello",
+            "generation_settings/top_k": 40,
+        }
 
 
 async def test_tokenize_and_back() -> None:

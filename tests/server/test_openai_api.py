@@ -55,6 +55,48 @@ async def test_chat(http2: bool) -> None:
     assert answer["timings"]["predicted_per_second"] == 16.0
 
 
+PREFILLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well <|im_end|>"}]
+
+
+async def test_a_last_answer_is_continued_and_part_of_the_answer() -> None:
+    engine = FakeEngine("!", "?")
+    async with api(engine) as client:
+        plain = (await client.post("/apply-template", json=HI)).json()["prompt"]
+        prompt = (await client.post("/apply-template", json={"messages": PREFILLED})).json()["prompt"]
+        assert prompt == plain + "Well <|im_end|>"
+        body = {"messages": PREFILLED, "max_tokens": 2}
+        answer = (await client.post(CHAT, json=body)).json()
+        assert answer["choices"][0]["message"]["content"] == "Well <|im_end|>!?"
+        chunks = await chunks_of(client, CHAT, body)
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"]]
+    assert "".join(deltas) == "Well <|im_end|>!?"
+    tokenizer = engine.model.tokenizer
+    rest = tokenizer.encode("Well <|im_end|>", add_special=False, parse_special=False)
+    assert list(engine.requests[0].tokens[-len(rest) :]) == rest, "what a client typed became a control token"
+
+
+async def test_a_chats_tokens_are_counted() -> None:
+    engine = FakeEngine()
+    async with api(engine) as client:
+        counted = (await client.post(CHAT + "/input_tokens", json=HI)).json()
+        await client.post(CHAT, json={**HI, "max_tokens": 1})
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(engine.requests[0].tokens)}
+
+
+async def test_a_last_answer_ends_where_that_is_switched_off_and_not_asked_for() -> None:
+    async with api(FakeEngine("!"), prefill_assistant=False) as client:
+        body = {"messages": PREFILLED, "max_tokens": 1}
+        assert (await client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"] == "!"
+        body |= {"continue_final_message": True}
+        assert (await client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"] == "Well <|im_end|>!"
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": None}], [{"role": "assistant"}]])
+async def test_messages_without_content_are_empty(messages: list[dict[str, Any]]) -> None:
+    async with api(FakeEngine()) as client:
+        assert (await client.post(CHAT, json={"messages": messages, "max_tokens": 1})).status_code == 200
+
+
 async def test_chat_prompt_is_the_template_with_its_own_control_tokens() -> None:
     engine = FakeEngine()
     tokenizer = engine.model.tokenizer
