@@ -9,15 +9,14 @@ Rules:
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llamatrio.config import cache_dir
+from tests import cxx
 
 HERE = Path(__file__).parent
 DRIVER_FLAGS = [
@@ -30,27 +29,6 @@ KERNEL_FLAGS = [
 ]  # fmt: skip
 
 
-MACHINE_FLAGS = ["-march=native"]
-"""f16 conversions and fma are instructions then, not calls."""
-
-
-class BuildError(Exception):
-    """The compiler is missing or refused."""
-
-
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, or g++ where it is installed."""
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
-def _hash_of(paths: list[Path], *more: str) -> str:
-    digest = hashlib.sha256("\0".join(more).encode())
-    for path in sorted(paths):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def root() -> Path:
     return cache_dir() / "emucuda"
 
@@ -59,25 +37,16 @@ def root() -> Path:
 def kernel_dir() -> Path:
     """Where PTX and kernel objects lie, for this state of the translator."""
     sources = [*(HERE / "ptx").rglob("*.py"), *(HERE / "kernel").glob("*.h"), Path(__file__)]
-    path = root() / f"kernels-{_hash_of(sources, _cpu_name())}"
+    path = root() / f"kernels-{cxx.hash_of(sources)}"
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _cpu_name() -> str:
-    """What -march=native depends on: a cache may travel between machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def driver_library() -> Path:
     """Path of libcuda.so.1, built if need be. Raises BuildError."""
     sources = sorted((HERE / "driver").glob("*.cpp"))
     headers = [*(HERE / "driver").glob("*.h"), *(HERE / "kernel").glob("*.h")]
-    folder = root() / f"driver-{_hash_of([*sources, *headers, Path(__file__)], _cpu_name())}"
+    folder = root() / f"driver-{cxx.hash_of([*sources, *headers, Path(__file__)])}"
     library = folder / "libcuda.so.1"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,14 +60,14 @@ def _build_driver(sources: list[Path], library: Path) -> None:
 
     def compile_one(source: Path) -> Path:
         target = scratch / f"{source.stem}.o"
-        _run([_need_compiler(), *DRIVER_FLAGS, *MACHINE_FLAGS, "-c", str(source), "-o", str(target)])
+        cxx.compile_cxx(*DRIVER_FLAGS, *cxx.MACHINE_FLAGS, "-c", str(source), "-o", str(target))
         return target
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = [str(path) for path in pool.map(compile_one, sources)]
     linked = scratch / "libcuda.so.1"
     soname = ["-Wl,-soname,libcuda.so.1"]
-    _run([_need_compiler(), "-shared", *objects, "-o", str(linked), *soname, "-lpthread", "-ldl"])
+    cxx.compile_cxx("-shared", *objects, "-o", str(linked), *soname, "-lpthread", "-ldl")
     linked.rename(library)
     shutil.rmtree(scratch)
 
@@ -113,7 +82,7 @@ def build_kernel(ptx: Path, entry: str, target: Path) -> None:
     source.write_text(text)
     built = target.with_suffix(f".{os.getpid()}.so")
     include = f"-I{HERE / 'kernel'}"
-    _run([_need_compiler(), *KERNEL_FLAGS, *MACHINE_FLAGS, include, str(source), "-o", str(built)])
+    cxx.compile_cxx(*KERNEL_FLAGS, *cxx.MACHINE_FLAGS, include, str(source), "-o", str(built))
     source.rename(target.with_suffix(".cpp"))
     built.rename(target)
 
@@ -121,16 +90,3 @@ def build_kernel(ptx: Path, entry: str, target: Path) -> None:
 def builder_command() -> str:
     """The shell command by which the driver builds a kernel: `COMMAND folder entry stem`."""
     return f"'{sys.executable}' '{HERE / 'build_kernel.py'}'"
-
-
-def _need_compiler() -> str:
-    found = compiler()
-    if found is None:
-        raise BuildError("no C++ compiler: install g++, or set CXX")
-    return found
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.emucuda.build import BuildError, build_kernel  # noqa: E402
+from tests.cxx import BuildError  # noqa: E402
+from tests.emucuda.build import build_kernel  # noqa: E402
 from tests.emucuda.ptx.parser import PtxError  # noqa: E402
 
 

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests import cxx
+
 from . import build
 from .control import Control
 
@@ -27,8 +29,8 @@ ARCHITECTURE = "sm_80"
 
 def missing() -> str | None:
     """Why the emulated driver cannot be used here, or None."""
-    if build.compiler() is None:
-        return "needs g++ (or another C++ compiler named by CXX)"
+    if cxx.compiler() is None:
+        return cxx.NO_COMPILER
     if importlib.util.find_spec("cuda.core") is None:
         return "needs cuda-python"
     if importlib.util.find_spec("nvidia.cu13") is None:
