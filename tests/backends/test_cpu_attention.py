@@ -11,11 +11,12 @@ from llamatrio.backends.cpu import attention as att
 from llamatrio.backends.cpu import attention_states as states
 from llamatrio.backends.cpu import kv_rows, ops
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.reference import kv_round
 from llamatrio.model.spec import KVType
+from tests import emuamx
 
-LEVELS = pytest.mark.parametrize("level", host_levels(), ids=lambda level: level.name)
+LEVELS = pytest.mark.parametrize("level", emuamx.levels(), ids=lambda level: level.name)
 
 
 def kernel(name: str, emit: Any, n_args: int, level: Level) -> Any:

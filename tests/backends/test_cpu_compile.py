@@ -20,8 +20,9 @@ from llamatrio.backends.cpu.pack import FORMATS
 from llamatrio.backends.cpu.rows import quantized_rows
 from llamatrio.backends.cpu.vector import Asm, Value, vbytes, vf32
 from llamatrio.model.ggml_type import GGMLType
+from tests import emuamx
 
-each_level = pytest.mark.parametrize("level", host_levels(), ids=lambda level: level.name)
+each_level = pytest.mark.parametrize("level", emuamx.levels(), ids=lambda level: level.name)
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh_cache: Path, monkey
 
 
 def test_the_fingerprint_tells_levels_apart() -> None:
-    assert len({code_fingerprint(level) for level in host_levels()}) == len(host_levels())
+    assert len({code_fingerprint(level) for level in emuamx.levels()}) == len(emuamx.levels())
 
 
 def test_a_type_is_compiled_only_when_asked_for(fresh_cache: Path) -> None:

@@ -10,11 +10,12 @@ from test_cpu_attention import filled_pool, kernel
 
 from llamatrio.backends.cpu import flash, kv_rows, ops
 from llamatrio.backends.cpu.flash_tiles import MOST_TILE_BYTES, transpose
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.reference import kv_round
 from llamatrio.model.spec import KVType
+from tests import emuamx
 
-LEVELS = host_levels()
+LEVELS = emuamx.levels()
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 
 

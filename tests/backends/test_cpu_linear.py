@@ -7,11 +7,12 @@ import pytest
 
 from llamatrio.backends.cpu.activations import BLOCK_BYTES
 from llamatrio.backends.cpu.compile import python_function
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.linear import embed_kernel, linear_kernels, row_stride
 from llamatrio.backends.cpu.pack import FORMATS
 from llamatrio.backends.cpu.panel import CHUNK, LONGEST_CHUNK, scratch_bytes
 from llamatrio.model.ggml_type import GGMLType
+from tests import emuamx
 from tests.backends.cpu_matrices import (
     Matrix,
     aligned,
@@ -22,7 +23,7 @@ from tests.backends.cpu_matrices import (
     to_tiles,
 )
 
-LEVELS = host_levels()
+LEVELS = emuamx.levels()
 TYPES = tuple(FORMATS)
 ROW_COUNTS = (1, 2, 3, 5, 8, 16, 17)
 AMX = [level for level in LEVELS if level.has_amx]
@@ -199,7 +200,7 @@ def seen_by_panel(type: GGMLType, weights: np.ndarray, x: np.ndarray) -> tuple[n
 
 
 PANEL_TYPES = [type for type in TYPES if type != GGMLType.F32]
-needs_amx = pytest.mark.skipif(not AMX, reason="this processor has no AMX")
+needs_amx = emuamx.needs_amx()
 each_panel_type = pytest.mark.parametrize("type", PANEL_TYPES, ids=lambda type: type.name)
 
 

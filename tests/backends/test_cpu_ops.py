@@ -11,14 +11,15 @@ from cpu_streams import golden_model
 
 from llamatrio.backends.cpu import ops
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.reference import activate, hadamard_blocks, rms_norm, rotate, soft_cap
 from llamatrio.backends.cpu.rope_table import RopeTable
 from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import open_gguf
 from llamatrio.model.rope import rope_frequencies
+from tests import emuamx
 
-LEVELS = pytest.mark.parametrize("level", host_levels(), ids=lambda level: level.name)
+LEVELS = pytest.mark.parametrize("level", emuamx.levels(), ids=lambda level: level.name)
 EPS = 1e-5
 
 

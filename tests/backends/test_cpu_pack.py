@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.pack import FORMATS, check_matrix, group_bytes, pack, packed_bytes
 from llamatrio.errors import UnsupportedModelError
 from llamatrio.model.ggml_type import GGMLType, block_shape
+from tests import emuamx
 from tests.backends.cpu_matrices import aligned, random_rows
 
 each_type = pytest.mark.parametrize("type", tuple(FORMATS), ids=lambda type: type.name)
@@ -65,7 +66,7 @@ def test_two_matrices_are_interleaved_by_groups(type: GGMLType) -> None:
 @pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.Q3_K, GGMLType.F16], ids=lambda type: type.name)
 def test_every_level_packs_alike(type: GGMLType) -> None:
     raw = random_rows(type, 16, 256)
-    results = [packed(type, raw, 256, level) for level in host_levels()]
+    results = [packed(type, raw, 256, level) for level in emuamx.levels()]
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
 

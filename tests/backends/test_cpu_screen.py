@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llamatrio.backends.cpu import tables, weights
 from llamatrio.backends.cpu.backend import CpuBackend, open_cpu_backend
 from llamatrio.backends.cpu.compile import compile_kernel, python_function
-from llamatrio.backends.cpu.levels import Level, host_levels
+from llamatrio.backends.cpu.levels import Level
 from llamatrio.backends.cpu.linear import embed_kernel, linear_kernels
 from llamatrio.backends.cpu.machine import _LONGEST_PAUSE, _Screening
 from llamatrio.backends.cpu.pack import Packing, pack, packed_bytes
@@ -24,10 +24,11 @@ from llamatrio.backends.cpu.sketch import LONGEST_ROW, Q8_SKETCH, lengths_kernel
 from llamatrio.backends.cpu.whole_rows import Q8_WHOLE, score_kernel
 from llamatrio.model.ggml_type import GGMLType
 from llamatrio.sched.types import StepOutput
+from tests import emuamx
 from tests.backends.cpu_matrices import aligned, random_activations, random_rows, to_q8
 
 MODEL = "tiny-qwen3-wide-q8_0"
-each_level = pytest.mark.parametrize("level", host_levels(), ids=lambda level: level.name)
+each_level = pytest.mark.parametrize("level", emuamx.levels(), ids=lambda level: level.name)
 
 
 def packed(packing: Packing, raw: np.ndarray, k: int, level: Level) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from llamatrio.backends.cpu.reference import dequantized_tensors, reference_logi
 from llamatrio.model.arch import spec_from_gguf
 from llamatrio.model.gguf import open_gguf
 from llamatrio.model.spec import KVType
+from tests import emuamx
 from tests.helpers_gguf import write_gguf
 
 FLOAT_MODELS = ["tiny-llama-f16", "tiny-qwen2-f16", "tiny-qwen3-f16", "tiny-gemma3-f16", "tiny-qwen3-wide-bf16"]
@@ -30,13 +32,24 @@ PANELS, ROWS = 512, 8
 """Sizes of the pieces that a prompt is fed in: whole blocks are spans, and take panels; short pieces never do."""
 
 by_kv = pytest.mark.parametrize("kv", KV_KINDS)
-by_path = pytest.mark.parametrize("chunk", [PANELS, ROWS], ids=["panels", "rows"])
+
+
+@pytest.fixture(params=["panels", "rows", *emuamx.emulated()])
+def chunk(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How a prompt is fed; at the level that the parameter names, or the best that this processor has."""
+    with emuamx.forced(request.param) if request.param in emuamx.emulated() else nullcontext():
+        yield ROWS if request.param == "rows" else PANELS
+
+
+def our_logits(model: str, kv: KVType, chunk: int) -> Array:
+    return _logits_at(current_level().name, model, kv, chunk)
 
 
 @cache
-def our_logits(model: str, kv: KVType, chunk: int) -> Array:
+def _logits_at(level: str, model: str, kv: KVType, chunk: int) -> Array:
     tokens = golden_logits(model)["tokens"]
     with open_cpu_backend(golden_model(model), n_cells=256, type_k=kv, type_v=kv, n_threads=2) as backend:
+        assert f"{level} kernels" in backend.device
         return prompt_logits(backend, tokens, chunk)
 
 
@@ -53,7 +66,6 @@ def assert_same_choice_where_it_is_clear(theirs: Array, ours: Array) -> None:
     np.testing.assert_array_equal(theirs.argmax(axis=1)[clear], ours.argmax(axis=1)[clear])
 
 
-@by_path
 @by_kv
 @pytest.mark.parametrize("model", FLOAT_MODELS)
 def test_float_weights_give_llama_cpps_distributions(model: str, kv: KVType, chunk: int) -> None:
@@ -62,18 +74,19 @@ def test_float_weights_give_llama_cpps_distributions(model: str, kv: KVType, chu
     assert_same_choice_where_it_is_clear(theirs, ours)
 
 
-@pytest.mark.skipif(not current_level().has_amx, reason="this processor has no panel kernels")
+@emuamx.needs_amx()
 @by_kv
 @pytest.mark.parametrize("kind", WIDE_TYPES)
 def test_quantized_weights_by_panels_are_no_farther_from_exact_than_llama_cpp(kind: str, kv: KVType) -> None:
     model = f"tiny-qwen3-wide-{kind}"
-    golden, ours = golden_logits(model), our_logits(model, kv, PANELS)
+    golden = golden_logits(model)
+    with emuamx.forced("amx"):
+        ours = our_logits(model, kv, PANELS)
     theirs = golden[f"logits_{kv}"]
     assert mean_kl(golden["logits_exact"], ours) <= 1.25 * mean_kl(golden["logits_exact"], theirs)
     assert_same_choice_where_it_is_clear(theirs, ours)
 
 
-@by_path
 @by_kv
 def test_quantized_weights_are_no_farther_from_exact_than_llama_cpp(kv: KVType, chunk: int) -> None:
     """Rows round activations to 8 bits, as llama.cpp does: the same error, but another draw of it for each file.
@@ -198,7 +211,6 @@ def test_a_q8_0_cache_stays_close_on_long_prompts(chunk: int) -> None:
     assert mean_kl(f16[1000:], q8[1000:]) < 1.5 * mean_kl(f16[:200], q8[:200]) + 1e-3
 
 
-@by_path
 def test_keys_of_8_bits_bear_dimensions_that_are_always_large(tmp_path: Path, chunk: int) -> None:
     """Two dimensions of each head's keys 32 times as large, and of its queries as small: the same model in f16."""
 
@@ -263,7 +275,6 @@ def test_forced_levels_give_the_same_distributions(level: str) -> None:
 
 
 @pytest.mark.model
-@by_path
 @by_kv
 @pytest.mark.parametrize(
     ("file", "golden"),
