@@ -93,7 +93,8 @@ class FakePool:
         return h
 
     def output(self, batch: Batch, hashes: np.ndarray) -> StepOutput:
-        k = min(batch.n_candidates, N_VOCAB)
+        k = batch.n_candidates
+        assert 1 <= k <= N_VOCAB
         wanted = [int(hashes[row]) for row in batch.out_rows]
         logits = [logit(rank) for rank in range(N_VOCAB)]
         full = np.zeros((len(batch.full_rows), N_VOCAB), np.float32)

@@ -161,7 +161,7 @@ class Decoder:
         if generation is None:
             return
         if not generation.error and seq.finish_reason == "error":
-            generation.error = "the device failed"
+            generation.error = "no token may follow: each is banned, or its logit is not a number"
         generation.finish(lane)
         at = generation.progress()
         totals = self._totals

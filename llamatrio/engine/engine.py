@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -48,6 +49,7 @@ class Engine:
         self._cells = KVCells(backend.n_cells, config.n_parallel, self.n_ctx_seq)
         self._cache = PromptCache(self._cells, backend.layout.record_bytes, config.cache_bytes)
         limits = Limits(
+            n_vocab=model.spec.n_vocab,
             n_parallel=config.n_parallel,
             n_ctx_seq=self.n_ctx_seq,
             n_batch=min(max(config.n_batch, PIECE + config.n_parallel), backend.max_rows),
@@ -158,6 +160,8 @@ class Engine:
             raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="prompt")
         if bad := [token for token, _ in request.sampling.logit_bias if not 0 <= token < n_vocab]:
             raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="logit_bias")
+        if self._bans_all(request.sampling):
+            raise RequestError("expected a token that is not banned", field="logit_bias")
         if request.lane is not None and not 0 <= request.lane < self.config.n_parallel:
             raise RequestError(
                 f"expected a slot from 0 to {self.config.n_parallel - 1}, not {request.lane}", field="id_slot"
@@ -166,6 +170,12 @@ class Engine:
             raise ContextOverflowError(len(request.tokens), self.n_ctx_seq)
         if len(self._scheduler.waiting) >= self.config.max_queued:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting; try again later")
+
+    def _bans_all(self, sampling: SamplingParams) -> bool:
+        banned = {token for token, bias in sampling.logit_bias if bias == -math.inf}
+        if banned and (sampling.ignore_eos or sampling.min_tokens > 0):
+            banned |= set(self.model.tokenizer.eog_ids)
+        return len(banned) >= self.model.spec.n_vocab
 
     @asynccontextmanager
     async def _running(self, run_blocking: RunBlocking, run_copy: RunBlocking) -> AsyncIterator[None]:

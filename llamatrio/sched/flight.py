@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from llamatrio.kv.cells import Int32Array
-from llamatrio.sched import sampler
 from llamatrio.sched.sampler import Choice, Row
 from llamatrio.sched.sequence import Sequence
 from llamatrio.sched.types import Batch, Run, StepOutput
@@ -25,10 +23,9 @@ class Part(NamedTuple):
 class Flight:
     """The parts of a step. Owned by the scheduler."""
 
-    def __init__(self, eog_ids: Collection[int]) -> None:
+    def __init__(self) -> None:
         self.parts: list[Part] = []
         self.n_rows = 0
-        self._eog_ids = eog_ids
         self._out: list[Part] = []
         """Parts whose last row's logits are wanted, in order."""
         self._whole: dict[int, int] = {}
@@ -43,7 +40,7 @@ class Flight:
         self.parts.append(Part(seq, Run(seq.lane, self.n_rows, len(cells), seq.n_past, is_decode), cells))
         self.n_rows += len(cells)
 
-    def batch(self, cell_table: Int32Array) -> Batch:
+    def batch(self, cell_table: Int32Array, n_vocab: int) -> Batch:
         """What the device gets."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -56,7 +53,7 @@ class Flight:
             lanes += [run.lane] * run.n_rows
             cells += new
         self._out = [part for part in self.parts if _wants_token(part)]
-        wanted = [self._n_candidates(part.seq) for part in self._out]
+        wanted = [part.seq.sampler.n_candidates(part.seq.tokens, part.seq.n_predicted) for part in self._out]
         whole = [i for i, n in enumerate(wanted) if n is None]
         self._whole = {i: at for at, i in enumerate(whole)}
         return Batch(
@@ -67,32 +64,22 @@ class Flight:
             runs=tuple(part.run for part in self.parts),
             cell_table=cell_table,
             out_rows=np.array([part.run.row + part.run.n_rows - 1 for part in self._out], np.int32),
-            n_candidates=max((n for n in wanted if n is not None), default=1),
+            n_candidates=min(max((n for n in wanted if n is not None), default=1), n_vocab),
             needs_sums=any(part.seq.request.sampling.n_probs for part in self._out),
             full_rows=np.array(whole, np.int32),
         )
 
-    def choices(self, output: StepOutput) -> list[tuple[Sequence, Choice]]:
-        """The next token of every sequence that wanted one and is still there."""
+    def choices(self, output: StepOutput) -> list[tuple[Sequence, Choice | None]]:
+        """The next token of every sequence that wanted one and is still there; None where no token may follow."""
         rows = zip(output.ids.tolist(), output.logits.tolist(), output.logsumexp.tolist(), strict=True)
-        found = []
+        found: list[tuple[Sequence, Choice | None]] = []
         for i, (part, (ids, logits, logsumexp)) in enumerate(zip(self._out, rows, strict=True)):
             seq = part.seq
             if not seq.is_finished:
                 at = self._whole.get(i)
                 row = Row(ids, logits, logsumexp, None if at is None else output.full[at])
-                choice = sampler.next_token(row, seq.request.sampling, seq.tokens, self._banned(seq), seq.seed)
-                found.append((seq, choice))
+                found.append((seq, seq.sampler.next_token(row, seq.tokens, seq.n_predicted)))
         return found
-
-    def _n_candidates(self, seq: Sequence) -> int | None:
-        params = seq.request.sampling
-        return sampler.n_candidates(params, len(sampler.window(seq.tokens, params)), len(self._banned(seq)))
-
-    def _banned(self, seq: Sequence) -> Collection[int]:
-        """End-of-generation tokens, where they must not be chosen (yet)."""
-        params = seq.request.sampling
-        return self._eog_ids if params.ignore_eos or seq.n_predicted < params.min_tokens else ()
 
 
 def _wants_token(part: Part) -> bool:

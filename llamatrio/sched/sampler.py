@@ -4,23 +4,23 @@ The chain is llama-server's: logit_bias, penalties, top_k, top_p, min_p, tempera
 tokens of a row (candidates); for nearly every request that is all the chain can reach. `n_candidates` says how many
 are enough for the result to be exactly that of the whole row, or None where only the whole row is.
 
-Randomness is a function of (seed, position), not a stream: a sequence draws the same number at the same position
-alone, in any batch, on any lane, and after a restore.
+Whatever was asked for and whatever the device reports, a banned token and one whose logit is NaN or -inf are never
+chosen: bans come after everything that changes a logit, and where no token is left there is no choice (None).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from llamatrio.sched.types import FloatArray, SamplingParams, TokenProb
+from llamatrio.sched.chain import MAX_CANDIDATES, Candidates, candidates_of_all, choose, kth_largest, likeliest, uniform
+from llamatrio.sched.penalties import Window, penalize_row, penalized, penalizes
+from llamatrio.sched.types import FloatArray, Int32Array, SamplingParams, TokenProb
 
-MAX_CANDIDATES = 256
-_MASK = (1 << 64) - 1
+_MOST = float(np.finfo(np.float32).max)
 
 
 class Choice(NamedTuple):
@@ -44,62 +44,127 @@ class Row(NamedTuple):
     """[n_vocab], where `n_candidates` asked for everything."""
 
 
-class Candidates(NamedTuple):
-    """Tokens that may be chosen, best first (of equal logits, the lower id first)."""
+class Bans(NamedTuple):
+    """Tokens that must not be chosen, to look up and as an index of a row."""
 
-    ids: list[int]
-    logits: list[float]
-    rest: float = 0.0
-    """Weight, in units of the best one's, of tokens that top_k left but min_p is sure to drop: top_p counts it."""
+    ids: frozenset[int]
+    array: Int32Array
 
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for this seed and position: two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    return (_splitmix(_splitmix(seed & _MASK) ^ (position & _MASK)) >> 11) * 2.0**-53
+    @classmethod
+    def of(cls, ids: Collection[int]) -> Bans:
+        return cls(frozenset(ids), np.array(sorted(ids), np.int32))
 
 
-def _splitmix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+class Sampler:
+    """Chooses the tokens of one sequence. What its parameters say of tokens is put into tables once."""
+
+    def __init__(self, params: SamplingParams, seed: int, eog_ids: Collection[int] = ()) -> None:
+        self.params = params
+        self.seed = seed
+        self._window = Window(params.repeat_last_n) if penalizes(params) else None
+        bias: dict[int, float] = {}
+        for token, value in params.logit_bias:
+            bias[token] = bias.get(token, 0.0) + value
+        banned = {token for token, value in bias.items() if value == -math.inf}
+        self._bias = {token: value for token, value in bias.items() if token not in banned}
+        self._bias_ids = np.array(list(self._bias), np.int32)
+        self._bias_values = np.array(list(self._bias.values()), np.float64)
+        self._bans = Bans.of(banned)
+        self._bans_of_early_tokens = Bans.of(banned.union(eog_ids))
+
+    def bans(self, n_predicted: int) -> Bans:
+        """What must not follow after so many tokens: end-of-generation tokens may be too early, or never due."""
+        is_early = self.params.ignore_eos or n_predicted < self.params.min_tokens
+        return self._bans_of_early_tokens if is_early else self._bans
+
+    def n_candidates(self, tokens: Sequence[int], n_predicted: int) -> int | None:
+        """How many of a row's likeliest tokens decide the outcome; None: all of them.
+
+        A penalty or a ban can push a token out of the k likeliest, so each adds one to what must be known. A change
+        that can lift a token from the depths needs the whole row.
+        """
+        params, n_penalized = self.params, len(self._counts(tokens))
+        lifts = params.repeat_penalty < 1 or params.presence_penalty < 0 or params.frequency_penalty < 0
+        if (n_penalized and lifts) or (self._bias and self._bias_values.max() > 0):
+            return None
+        if params.temperature <= 0:
+            wanted = 1
+        elif params.top_k > 0:
+            wanted = params.top_k
+        else:
+            return None
+        n_changed = n_penalized + len(self._bias) + len(self.bans(n_predicted).ids)
+        needed = max(wanted + n_changed, params.n_probs)
+        return needed if needed <= MAX_CANDIDATES else None
+
+    def next_token(self, row: Row, tokens: Sequence[int], n_predicted: int) -> Choice | None:
+        """Chooses the token that follows `tokens` (prompt and output so far); None where none may follow."""
+        row = without_nan(row)
+        counts, bans = self._counts(tokens), self.bans(n_predicted)
+        draw = 0.0 if self.params.temperature <= 0 else uniform(self.seed, len(tokens))
+        if row.full is not None:
+            candidates = self._of_row(row.full, counts, bans, draw)
+        else:
+            candidates = self._of_best(row.ids, row.logits, counts, bans.ids)
+        if not candidates.ids:
+            return None
+        index, probs = choose(candidates, self.params, draw)
+        return _report(row, self.params, candidates, index, probs)
+
+    def _counts(self, tokens: Sequence[int]) -> Mapping[int, int]:
+        return self._window.counts(tokens) if self._window is not None else {}
+
+    def _of_row(self, row: FloatArray, counts: Mapping[int, int], bans: Bans, draw: float) -> Candidates:
+        """The chain up to top_k, over a whole row of logits [n_vocab]."""
+        logits = row.astype(np.float64)
+        logits[self._bias_ids] += self._bias_values
+        if counts:
+            penalize_row(logits, counts, self.params)
+        logits[bans.array] = -math.inf
+        best = float(logits.max())
+        if best == -math.inf:
+            return Candidates([], [])
+        if self.params.temperature <= 0:
+            return Candidates([int(logits.argmax())], [best])  # the first of equals
+        if self.params.top_k > 0:
+            ids = likeliest(logits, kth_largest(logits, self.params.top_k))[: self.params.top_k]
+            return Candidates(ids.tolist(), logits[ids].tolist())
+        return candidates_of_all(logits, best, self.params, draw)
+
+    def _of_best(
+        self, ids: Sequence[int], logits: Sequence[float], counts: Mapping[int, int], banned: Collection[int]
+    ) -> Candidates:
+        """The chain up to top_k, over a row's likeliest tokens, best first."""
+        params, bias = self.params, self._bias
+        limit = 1 if params.temperature <= 0 else params.top_k if params.top_k > 0 else len(ids)
+        if not (counts or bias):
+            if not banned:
+                return Candidates(list(ids[:limit]), list(logits[:limit]))
+            kept = [at for at, token in enumerate(ids) if token not in banned][:limit]
+            return Candidates([ids[at] for at in kept], [logits[at] for at in kept])
+        changed = [
+            (-penalized(logit + bias.get(token, 0.0), counts.get(token, 0), params), token)
+            for token, logit in zip(ids, logits, strict=True)
+            if token not in banned
+        ]
+        changed.sort()
+        return Candidates([token for _, token in changed[:limit]], [-negated for negated, _ in changed[:limit]])
 
 
-def window(tokens: Sequence[int], params: SamplingParams) -> Mapping[int, int]:
-    """How often each token occurs in the penalties' window, which spans prompt and output alike."""
-    if not _penalizes(params):
-        return {}
-    return Counter(tokens if params.repeat_last_n < 0 else tokens[-params.repeat_last_n :])
+def without_nan(row: Row) -> Row:
+    """The row as it is, or, where a logit is NaN or infinite, with numbers that can be worked with.
 
-
-def n_candidates(params: SamplingParams, n_penalized: int, n_banned: int) -> int | None:
-    """How many of a row's likeliest tokens decide the outcome; None: all of them.
-
-    A penalty or a ban can push a token out of the k likeliest, so each adds one to what must be known. A change that
-    can lift a token from the depths needs the whole row.
+    NaN becomes -inf, which is never chosen, and +inf the largest float. The chosen and reported probabilities of such
+    a row mean nothing, but no request of the batch is hurt by it.
     """
-    lifts = params.repeat_penalty < 1 or params.presence_penalty < 0 or params.frequency_penalty < 0
-    if (n_penalized and lifts) or any(bias > 0 for _, bias in params.logit_bias):
-        return None
-    if params.temperature <= 0:
-        wanted = 1
-    elif params.top_k > 0:
-        wanted = params.top_k
-    else:
-        return None
-    needed = max(wanted + n_penalized + n_banned + len(params.logit_bias), params.n_probs)
-    return needed if needed <= MAX_CANDIDATES else None
-
-
-def next_token(row: Row, params: SamplingParams, tokens: Sequence[int], banned: Collection[int], seed: int) -> Choice:
-    """Chooses the token that follows `tokens` (prompt and output so far)."""
-    counts = window(tokens, params)
     if row.full is not None:
-        candidates = candidates_of_row(row.full, params, counts, banned)
-    else:
-        candidates = candidates_of_best(row.ids, row.logits, params, counts, banned)
-    index, probs = choose(candidates, params, len(tokens), seed)
-    return _report(row, params, candidates, index, probs)
+        if math.isfinite(row.full.max()):
+            return row
+        return row._replace(full=np.nan_to_num(row.full, nan=-np.inf, posinf=_MOST, neginf=-np.inf))
+    if math.isfinite(sum(row.logits)):
+        return row
+    kept = sorted((-min(x, _MOST), token) for x, token in zip(row.logits, row.ids, strict=True) if x > -math.inf)
+    return row._replace(ids=[token for _, token in kept], logits=[-negated for negated, _ in kept])
 
 
 def _report(row: Row, params: SamplingParams, candidates: Candidates, index: int, probs: Sequence[float]) -> Choice:
@@ -110,124 +175,15 @@ def _report(row: Row, params: SamplingParams, candidates: Candidates, index: int
         top = [TokenProb(i, p) for i, p in zip(candidates.ids, logs, strict=False)]
         top.sort(key=lambda entry: -entry.logprob)
         return Choice(token, logs[index], tuple(top[: params.n_probs]))
-    ids, logits = (row.ids, row.logits) if row.full is None else _best(row.full, max(params.n_probs, 1))
-    raw = float(row.full[token]) if row.full is not None else logits[ids.index(token)]
+    raw = float(row.full[token]) if row.full is not None else row.logits[row.ids.index(token)]
     if not params.n_probs:
         return Choice(token, raw - row.logsumexp, ())
+    ids, logits = (row.ids, row.logits) if row.full is None else _best(row.full, params.n_probs)
     report = zip(ids[: params.n_probs], logits[: params.n_probs], strict=True)
     return Choice(token, raw - row.logsumexp, tuple(TokenProb(i, x - row.logsumexp) for i, x in report))
 
 
 def _best(row: FloatArray, n: int) -> tuple[list[int], list[float]]:
-    n = min(n, len(row))
-    ids = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
-    ids = ids[np.lexsort((ids, -row[ids]))][:n]
+    ids = np.flatnonzero(row >= kth_largest(row, n))
+    ids = ids[np.argsort(-row[ids], kind="stable")][:n]
     return ids.tolist(), row[ids].tolist()
-
-
-def candidates_of_row(
-    row: FloatArray, params: SamplingParams, counts: Mapping[int, int], banned: Collection[int]
-) -> Candidates:
-    """The chain up to top_k, over a whole row of logits [n_vocab]."""
-    logits = row.astype(np.float64)
-    for token, bias in params.logit_bias:
-        logits[token] += bias
-    for token, count in counts.items():
-        logits[token] = _penalize(float(logits[token]), count, params)
-    logits[list(banned)] = -math.inf
-    if logits.max() == -math.inf:
-        logits[:] = 0.0  # everything is banned: then nothing is
-    keep = np.flatnonzero(logits >= _floor(logits, params))
-    order = keep[np.lexsort((keep, -logits[keep]))]
-    if params.temperature <= 0:
-        order = order[:1]
-    elif params.top_k > 0:
-        order = order[: params.top_k]
-    else:
-        weights = np.exp(logits - logits[order[0]])
-        return Candidates(order.tolist(), logits[order].tolist(), float(weights.sum() - weights[order].sum()))
-    return Candidates(order.tolist(), logits[order].tolist())
-
-
-def _floor(logits: np.ndarray[tuple[int], np.dtype[np.float64]], params: SamplingParams) -> float:
-    """Logits below this cannot be chosen; spares sorting a whole vocabulary."""
-    best = float(logits.max())
-    if params.temperature <= 0 or best == -math.inf:
-        return best
-    if 0 < params.top_k < len(logits):
-        return float(np.partition(logits, len(logits) - params.top_k)[len(logits) - params.top_k])
-    if 0 < params.min_p < 1:
-        return best + math.log(params.min_p) - 1e-9  # see Candidates.rest
-    return float(np.finfo(np.float64).min)
-
-
-def candidates_of_best(
-    ids: Sequence[int],
-    logits: Sequence[float],
-    params: SamplingParams,
-    counts: Mapping[int, int],
-    banned: Collection[int],
-) -> Candidates:
-    """The chain up to top_k, over a row's likeliest tokens, best first."""
-    limit = 1 if params.temperature <= 0 else params.top_k if params.top_k > 0 else len(ids)
-    if not (counts or params.logit_bias):
-        if not banned:
-            return Candidates(list(ids[:limit]), list(logits[:limit]))
-        kept = [at for at, token in enumerate(ids) if token not in banned][:limit]
-        return Candidates([ids[at] for at in kept], [logits[at] for at in kept])
-    bias = dict(params.logit_bias)
-    changed = [
-        (-_penalize(logit + bias.get(token, 0.0), counts.get(token, 0), params), token)
-        for token, logit in zip(ids, logits, strict=True)
-        if token not in banned
-    ]
-    changed.sort()
-    return Candidates([token for _, token in changed[:limit]], [-negated for negated, _ in changed[:limit]])
-
-
-def choose(candidates: Candidates, params: SamplingParams, position: int, seed: int) -> tuple[int, list[float]]:
-    """Index of the chosen candidate, and the probabilities of those that top_p and min_p left (a prefix)."""
-    if params.temperature <= 0 or len(candidates.ids) == 1:
-        return 0, [1.0]
-    probs = _softmax(candidates.logits, 1.0, candidates.rest)
-    n = _kept_by_top_p(probs, params.top_p)
-    floor = params.min_p * probs[0]
-    while n > 1 and probs[n - 1] < floor:
-        n -= 1
-    probs = _softmax(candidates.logits[:n], params.temperature)
-    target = uniform(seed, position)
-    for index, prob in enumerate(probs):
-        target -= prob
-        if target < 0:
-            return index, probs
-    return n - 1, probs
-
-
-def _kept_by_top_p(probs: Sequence[float], top_p: float) -> int:
-    if top_p >= 1:
-        return len(probs)
-    total = 0.0
-    for n, prob in enumerate(probs, start=1):
-        total += prob
-        if total >= top_p:
-            return n
-    return len(probs)
-
-
-def _softmax(logits: Sequence[float], temperature: float, rest: float = 0.0) -> list[float]:
-    best = logits[0]
-    weights = [math.exp((logit - best) / temperature) for logit in logits]
-    total = math.fsum(weights) + rest
-    return [weight / total for weight in weights]
-
-
-def _penalizes(params: SamplingParams) -> bool:
-    changes = params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return changes and params.repeat_last_n != 0
-
-
-def _penalize(logit: float, count: int, params: SamplingParams) -> float:
-    if not count:
-        return logit
-    logit = logit / params.repeat_penalty if logit > 0 else logit * params.repeat_penalty
-    return logit - count * params.frequency_penalty - params.presence_penalty

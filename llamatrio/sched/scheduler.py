@@ -52,6 +52,7 @@ class NewToken(NamedTuple):
 class Limits:
     """What the scheduler must keep to."""
 
+    n_vocab: int
     n_parallel: int
     n_ctx_seq: int
     """Tokens that one sequence may hold."""
@@ -96,7 +97,7 @@ class Scheduler:
     def add(self, request: Request, seed: int, now: float) -> Sequence:
         """Queues a request. Its prompt has at least one token and leaves room for one more (checked by the engine)."""
         assert 0 < len(request.tokens) < self.limits.n_ctx_seq
-        seq = Sequence(self._next_id, request, seed, now)
+        seq = Sequence(self._next_id, request, seed, now, self.limits.eog_ids)
         self._next_id += 1
         self.waiting.append(seq)
         return seq
@@ -138,14 +139,14 @@ class Scheduler:
                 self._admit(now)
             self._is_short = False
             self._let_followers_go()
-            planned = Flight(self.limits.eog_ids)
+            planned = Flight()
             for seq in list(self.running):  # may shrink on the way, by preemption
                 if self._is_runnable(seq) and seq.is_decoding:
                     self._plan_decode(planned, seq)
             self._plan_prompts(planned)
             if planned.parts:
                 self._flight = planned
-                return planned.batch(self.cells.table)
+                return planned.batch(self.cells.table, self.limits.n_vocab)
             if self._n_retired == n_retired:
                 return None
             # Somebody had to go and nobody runs yet: the lanes and cells that became free are for those who wait.
@@ -164,7 +165,12 @@ class Scheduler:
             seq.n_past += run.n_rows
             if seq.request.max_tokens == 0 and seq.n_pending == 0 and not seq.is_finished:
                 self._end(seq, "length")
-        new = [self._take_token(seq, choice, now) for seq, choice in flight.choices(output)]
+        new: list[NewToken] = []
+        for seq, choice in flight.choices(output):
+            if choice is None:
+                self._end(seq, "error")
+            else:
+                new.append(self._take_token(seq, choice, now))
         for seq, run, _ in flight.parts:
             if seq.is_finished:
                 self._retire(seq)

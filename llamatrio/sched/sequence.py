@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum, auto
 
 import numpy as np
 
 from llamatrio.kv.cells import Int32Array
 from llamatrio.kv.node import Node
+from llamatrio.sched.sampler import Sampler
 from llamatrio.sched.types import FinishReason, Request
 
 
@@ -31,14 +33,15 @@ class Sequence:
 
     __slots__ = (
         "arrived", "finish_reason", "first_token_at", "id", "is_paused", "lane", "leader", "may_restore", "n_cached",
-        "n_past", "n_prompt", "n_restored", "n_shared", "node", "request", "resumed", "seed", "started", "status",
-        "tokens",
+        "n_past", "n_prompt", "n_restored", "n_shared", "node", "request", "resumed", "sampler", "seed", "started",
+        "status", "tokens",
     )  # fmt: skip
 
-    def __init__(self, seq_id: int, request: Request, seed: int, now: float) -> None:
+    def __init__(self, seq_id: int, request: Request, seed: int, now: float, eog_ids: Collection[int] = ()) -> None:
         self.id = seq_id
         self.request = request
         self.seed = seed
+        self.sampler = Sampler(request.sampling, seed, eog_ids)
         self.tokens: list[int] = list(request.tokens)
         self.n_prompt = len(request.tokens)
         self.n_past = 0

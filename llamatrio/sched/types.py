@@ -14,7 +14,8 @@ from llamatrio.kv.cells import Int32Array as Int32Array
 FloatArray = NDArray[np.float32]
 
 FinishReason = Literal["stop", "word", "length", "cancelled", "error"]
-"""stop: an end-of-generation token. word: a stop string. length: a limit of tokens or of context."""
+"""stop: an end-of-generation token. word: a stop string. length: a limit of tokens or of context. error: its step
+failed, or no token may follow."""
 
 PIECE = 64
 """Prompts are cut at multiples of this many positions."""
@@ -26,7 +27,7 @@ LARGEST = 1e9
 class SamplingParams:
     """How the next token is chosen. Names, defaults and order as in llama-server.
 
-    Order: logit_bias, penalties, top_k, top_p, min_p, temperature. Temperature 0 (or below) is greedy.
+    Order: logit_bias, penalties, bans, top_k, top_p, min_p, temperature. Temperature 0 (or below) is greedy.
     """
 
     temperature: float = 0.8
@@ -42,7 +43,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias); -inf bans the token."""
+    """(token id, bias); -inf bans the token, whatever else is said of it. What is named twice gets the sum."""
     ignore_eos: bool = False
     min_tokens: int = 0
     """End-of-generation tokens are banned before this many tokens were made."""
@@ -52,7 +53,7 @@ class SamplingParams:
     """Report the probabilities after the sampling chain instead of the model's own."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what could make a NaN of a logit: the sampler relies on there being none."""
+        """Raises ValueError for what could make a NaN of a logit."""
         for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= LARGEST:
                 raise ValueError(f"expected {name} from {-LARGEST:g} to {LARGEST:g}, not {getattr(self, name)}")
@@ -141,7 +142,7 @@ class StepOutput:
     """What a step found for its m wanted rows."""
 
     ids: Int32Array
-    """[m, k] likeliest tokens, by descending logit; of equal logits the lower id first."""
+    """[m, k] likeliest tokens, by descending logit; of equal logits the lower id first. Where a logit is NaN, any."""
     logits: FloatArray
     """[m, k] their logits (soft-capped where the model does that)."""
     logsumexp: FloatArray

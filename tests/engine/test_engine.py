@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import trio
@@ -12,8 +14,8 @@ from llamatrio.engine.engine import Engine
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.engine.generation import MAX_BEHIND, Generation
 from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
-from llamatrio.sched.types import Request, SamplingParams
-from tests.fakes import FakeBackend, reference
+from llamatrio.sched.types import Batch, Request, SamplingParams, StepOutput
+from tests.fakes import N_VOCAB, FakeBackend, reference
 
 GREEDY = SamplingParams(temperature=0.0)
 with_and_without_staging = pytest.mark.parametrize("needs_staging", [True, False], ids=["staging", "direct"])
@@ -621,3 +623,66 @@ async def test_followers_take_what_a_leader_that_goes_leaves(open_fake, autojump
         results = await run_together(engine, [Request(prompt(190), GREEDY, max_tokens=4)] * 2)
         assert [finished.n_cached for _, finished in results] == [64, 189]
         assert [ids for ids, _ in results] == [reference(prompt(190), 4)] * 2
+
+
+async def test_what_cannot_be_chosen_ends_its_request_and_no_other(open_fake, autojump_clock) -> None:
+    """A row of NaN, as a damaged weight or an overflow makes them."""
+    backend = FakeBackend(256)
+    step = backend.pool.step
+
+    def spoiled(batch: Batch) -> StepOutput:
+        output = step(batch)
+        if len(output.logits) > 1:
+            output.logits[0] = math.nan
+        return output
+
+    backend.pool.step = spoiled
+    async with open_fake(backend, n_parallel=2) as engine:
+        results = {}
+
+        async def one(salt: int, params: SamplingParams) -> None:
+            results[salt] = await run(engine, Request(prompt(20, salt), params, max_tokens=9))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one, 1, GREEDY)
+            nursery.start_soon(one, 2, GREEDY)
+        assert sorted(results[salt][2].reason for salt in (1, 2)) == ["error", "length"]
+        hurt, fine = sorted((1, 2), key=lambda salt: results[salt][2].reason != "error")
+        assert "no token may follow" in results[hurt][2].error
+        assert results[fine][0] == reference(prompt(20, fine), 9)
+        await settled(engine)
+
+
+async def test_a_request_that_bans_every_token_is_refused_by_name(open_fake, autojump_clock) -> None:
+    all_but_eog = tuple((token, -math.inf) for token in range(1, N_VOCAB))
+    async with open_fake(FakeBackend(256)) as engine:
+        for params in (
+            SamplingParams(logit_bias=((0, -math.inf), *all_but_eog)),
+            SamplingParams(logit_bias=all_but_eog, ignore_eos=True),
+            SamplingParams(logit_bias=all_but_eog, min_tokens=1),
+        ):
+            with pytest.raises(RequestError, match="banned") as caught:
+                engine.start(Request((1, 2), params))
+            assert caught.value.field == "logit_bias"
+        ids, _, finished = await run(engine, Request((1, 2), SamplingParams(logit_bias=all_but_eog)))
+        assert (ids, finished.reason) == ([0], "stop")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=70),
+        SamplingParams(top_k=5, n_probs=256),
+        SamplingParams(0.0, n_probs=1000),
+        SamplingParams(0.0, repeat_penalty=1.1, repeat_last_n=-1),
+        SamplingParams(top_k=50, logit_bias=tuple((token, -1.0) for token in range(40))),
+        SamplingParams(top_k=0, n_probs=100),
+    ],
+)
+async def test_a_vocabulary_smaller_than_what_is_asked_for(params: SamplingParams, open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        with engine.start(Request(tuple(range(1, 60)), replace(params, ignore_eos=True), max_tokens=3)) as generation:
+            events = [event async for event in generation]
+        assert events[-1].reason == "length"
+        assert all(len(e.probs[0].top) == N_VOCAB for e in events[:-1] if params.n_probs >= N_VOCAB)
+        await settled(engine)

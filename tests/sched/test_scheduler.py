@@ -8,7 +8,7 @@ from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
 from llamatrio.sched.sequence import Sequence, Status
 from llamatrio.sched.types import Request, SamplingParams
-from tests.fakes import EOG, FakePool, reference
+from tests.fakes import EOG, N_VOCAB, FakePool, reference
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 N_CELLS = 100
@@ -19,7 +19,7 @@ class Bench:
 
     def __init__(self, n_parallel: int = 2) -> None:
         cells = KVCells(N_CELLS, n_parallel, N_CELLS)
-        limits = Limits(n_parallel, n_ctx_seq=N_CELLS, n_batch=256, n_ubatch=128, eog_ids=frozenset({EOG}))
+        limits = Limits(N_VOCAB, n_parallel, n_ctx_seq=N_CELLS, n_batch=256, n_ubatch=128, eog_ids=frozenset({EOG}))
         self.scheduler = Scheduler(cells, PromptCache(cells, 16, 0), limits, Pace(0.05))
         self.pool = FakePool(N_CELLS)
 

@@ -15,7 +15,7 @@ from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
 from llamatrio.sched.sequence import Sequence, Status
 from llamatrio.sched.types import Batch, Request, SamplingParams
-from tests.fakes import EOG, FakePool, reference
+from tests.fakes import EOG, N_VOCAB, FakePool, reference
 
 N_CTX = 200
 RECORD = 16
@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         cells = KVCells(self.n_cells, 3, N_CTX)
         self.cache = PromptCache(cells, RECORD, self.budget)
-        limits = Limits(n_parallel=3, n_ctx_seq=N_CTX, n_batch=256, n_ubatch=128, eog_ids=frozenset({EOG}))
+        limits = Limits(N_VOCAB, n_parallel=3, n_ctx_seq=N_CTX, n_batch=256, n_ubatch=128, eog_ids=frozenset({EOG}))
         self.scheduler = Scheduler(cells, self.cache, limits, Pace(0.05))
         self.pool = FakePool(self.n_cells)
         self.batch: Batch | None = None
