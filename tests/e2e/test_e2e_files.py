@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llamatrio.cli.main import main
 from llamatrio.model.gguf import open_gguf
+from llamatrio.sched.types import SamplingParams
 from tests.helpers_gguf import RawTensor, spm_vocabulary, tiny_model, tiny_vocabulary, write_gguf
 
 
@@ -209,3 +210,25 @@ def test_b64_a_head_without_whole_blocks_is_refused_for_q8_0(
 async def test_b64_a_head_without_whole_blocks_runs_with_f16(tmp_path: Path) -> None:
     found = await first_logprobs(tiny_model(tmp_path / "heads.gguf", head_dim=80), 30)
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(top_k=40, ignore_eos=True),
+        SamplingParams(top_k=250, ignore_eos=True),
+        SamplingParams(top_k=0, n_probs=256, ignore_eos=True),
+        SamplingParams(0.0, n_probs=50, repeat_penalty=1.1, repeat_last_n=-1, ignore_eos=True),
+    ],
+)
+async def test_a_vocabulary_smaller_than_what_is_asked_for(sampling: SamplingParams, tmp_path: Path) -> None:
+    """A step asks for at most as many candidates as there are: more would end the engine."""
+    keys = tiny_vocabulary()
+    n_vocab = 30
+    keys["tokenizer.ggml.tokens"] = keys["tokenizer.ggml.tokens"][: n_vocab - 1] + ["<|im_end|>"]
+    keys["tokenizer.ggml.token_type"] = np.array([1] * (n_vocab - 1) + [3], np.int32)
+    keys |= {"tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 29, "tokenizer.ggml.eos_token_id": 29}
+    async with open_tiny(tiny_model(tmp_path / "few.gguf", metadata=keys), n_ctx=64) as engine:
+        outcome = await run(engine, range(25), 5, sampling)
+    assert outcome.finished.reason == "length"
+    assert all(len(choice.top) == min(sampling.n_probs, n_vocab) for choice in outcome.probs)
