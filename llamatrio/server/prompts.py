@@ -180,6 +180,6 @@ def _read_bias(bias: Any, place: str) -> float:
         return -math.inf
     if isinstance(bias, bool) or not isinstance(bias, int | float):
         raise RequestError(f"{place}: expected a number or false as the bias", field=place)
-    if not math.isfinite(bias):
-        raise RequestError(f"{place}: expected a finite bias", field=place)
+    if not abs(bias) <= LARGEST:  # before float(): an integer may be too long for it
+        raise RequestError(f"{place}: expected a bias from {-LARGEST:g} to {LARGEST:g}", field=place)
     return float(bias)

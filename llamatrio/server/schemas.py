@@ -2,11 +2,13 @@
 
 Rules. A field that is null counts as absent. Unknown fields are ignored, as llama-server does. A field that would
 change the answer in a way that we do not offer is refused unless it asks for nothing: an answer never silently
-lacks a constraint that its request had. Numbers are what JSON says: true is not 1, and 1.0 is no integer.
+lacks a constraint that its request had. Numbers are what JSON says: true is not 1, and 1.0 is no integer. What is out
+of range is refused, but for the fields that llama-server takes as the nearest value in range (_RANGES).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Annotated, Any, Protocol, TypeVar
@@ -17,7 +19,6 @@ from msgspec import Meta, Struct
 from llamatrio.errors import RequestError
 from llamatrio.sched.types import LARGEST, SamplingParams
 
-Probability = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
 Sane = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 TokenLimit = Annotated[int, Meta(ge=-2)]
@@ -98,8 +99,8 @@ class GenerationBody(Unoffered, kw_only=True):
     max_tokens: TokenLimit | None = None
     temperature: Sane | None = None
     top_k: int | None = None
-    top_p: Probability | None = None
-    min_p: Probability | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     repeat_penalty: Annotated[float, Meta(ge=1 / LARGEST, le=LARGEST)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None
@@ -114,7 +115,7 @@ class GenerationBody(Unoffered, kw_only=True):
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
-    sse_ping_interval: Annotated[int, Meta(ge=-1)] | None = None
+    sse_ping_interval: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
 
     def token_limit(self, default: int) -> int:
         """Most tokens to make; -1 means until the context is full."""
@@ -246,12 +247,18 @@ _SAMPLING_FIELDS = (
     "frequency_penalty", "ignore_eos", "min_tokens", "post_sampling_probs",
 )  # fmt: skip
 
+_RANGES = {"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "top_k": (0, math.inf)}
+"""llama-server's, of what it brings into range without a word: top_p 1.5 is 1, which leaves all."""
+
 
 def sampling_params(
     body: GenerationBody, defaults: SamplingParams, *, n_probs: int, logit_bias: tuple[tuple[int, float], ...]
 ) -> SamplingParams:
     """The body's sampling fields over the server's defaults. A negative seed means a random one."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    for name, (low, high) in _RANGES.items():
+        if name in given:
+            given[name] = min(max(given[name], low), high)
     if body.seed is not None:
         given["seed"] = body.seed if body.seed >= 0 else None
     if logit_bias:

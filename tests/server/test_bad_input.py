@@ -106,10 +106,14 @@ async def test_detokenize(tokens: Any) -> None:
         ("temperature", "hot"),
         ("temperature", True),
         ("top_k", 1.5),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
+        ("top_p", "1"),
+        ("min_p", True),
+        ("temperature", 2e9),
+        ("presence_penalty", -2e9),
+        ("sse_ping_interval", 10**400),
         ("seed", "x"),
         ("repeat_penalty", 0),
+        ("repeat_penalty", -1),
         ("repeat_last_n", -2),
         ("stop", 5),
         ("stop", {"a": 1}),
@@ -143,6 +147,11 @@ async def test_fields(field: str, value: Any) -> None:
         ([[True, 1]], "logit_bias[0]"),
         ([[97, None]], "logit_bias[0]"),
         ([5], "logit_bias[0]"),
+        ({"1": 10**400}, "logit_bias.1"),
+        ([[1, -(10**400)]], "logit_bias[0]"),
+        ([[1, 1], [1, 2e9]], "logit_bias[1]"),
+        ([[10**400, 1]], "logit_bias[0]"),
+        ({"9" * 400: 1}, "logit_bias." + "9" * 400),
     ],
 )
 async def test_logit_bias(bias: Any, field: str) -> None:
@@ -156,6 +165,49 @@ async def test_numbers_must_be_finite(number: bytes) -> None:
         for field in (b'"logit_bias": {"1": %b}', b'"n_predict": %b', b'"temperature": %b', b'"prompt": [%b]'):
             body = b'{"prompt": "a", ' + field % number + b"}"
             assert (await client.post("/completion", content=body)).status_code == 400
+
+
+@pytest.mark.parametrize("digits", [30, 400, 4301])
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("route", ["/completion", CHAT])
+async def test_integers_of_any_length_are_read_or_refused_by_name(digits: int, sign: str, route: str) -> None:
+    number = sign + "1" + "0" * digits
+    fields = [f'"{name}": {number}' for name in ("top_k", "seed", "n_predict", "id_slot", "sse_ping_interval", "top_p")]
+    fields += [f'"logit_bias": {value % number}' for value in ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]", '{"%s": 1}')]
+    engine = FakeEngine()
+    engine.ends_after = 1
+    async with api(engine) as client:
+        for field in fields:
+            for stream in ("true", "false"):
+                body = f'{{"prompt": "a", "messages": {json.dumps(HI["messages"])}, "stream": {stream}, {field}}}'
+                response = await client.post(route, content=body.encode())
+                if response.status_code != 200:
+                    assert response.status_code == 400, response.text
+                    assert response.json()["error"]["param"].startswith(field.split('"')[1])
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "taken_as"),
+    [
+        ("top_p", (1, 1.1, 50), 1.0),
+        ("top_p", (0, -0.1, -5), 0.0),
+        ("min_p", (0, -0.1), 0.0),
+        ("min_p", (1.0, 7), 1.0),
+        ("temperature", (0, -0.0, -1), 0.0),
+        ("top_k", (0, -1, -(2**40)), 0),
+        ("repeat_last_n", (-1,), -1),
+        ("presence_penalty", (-2.5,), -2.5),
+        ("frequency_penalty", (3,), 3.0),
+    ],
+)
+async def test_what_llama_server_brings_into_range_is_taken_alike(field: str, values: Any, taken_as: float) -> None:
+    engine = FakeEngine()
+    async with api(engine) as client:
+        for value in values:
+            for body in ({**HI}, {"prompt": "a"}):
+                route = CHAT if "messages" in body else "/completion"
+                assert (await client.post(route, json={**body, field: value, "max_tokens": 1})).status_code == 200
+    assert {getattr(request.sampling, field) for request in engine.requests} == {taken_as}
 
 
 async def test_all_forms_of_a_ban_are_one() -> None:
