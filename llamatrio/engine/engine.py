@@ -29,6 +29,7 @@ from llamatrio.kv.prompt_cache import PromptCache
 from llamatrio.model.model import Model, open_model
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
+from llamatrio.sched.stops import MAX_STOP
 from llamatrio.sched.types import PIECE, Request, SamplingParams
 
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
@@ -162,6 +163,8 @@ class Engine:
             raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="logit_bias")
         if self._bans_all(request.sampling):
             raise RequestError("expected a token that is not banned", field="logit_bias")
+        if sum(map(len, request.stop)) > MAX_STOP:
+            raise RequestError(f"expected at most {MAX_STOP} characters of stop strings", field="stop")
         if request.lane is not None and not 0 <= request.lane < self.config.n_parallel:
             raise RequestError(
                 f"expected a slot from 0 to {self.config.n_parallel - 1}, not {request.lane}", field="id_slot"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llamatrio.model.text_decoder import TextDecoder
+from llamatrio.sched.stops import automaton
 
 
 class Shown(NamedTuple):
@@ -18,38 +19,34 @@ class Shown(NamedTuple):
 class TextAssembler:
     """Assembles one continuation. Text that could be the beginning of a stop string is held back until it is decided.
 
-    Whatever the pieces, the joined text is that of the joined bytes, cut before the first stop string; of stop
-    strings that begin at the same place the one listed first wins. Empty ones are ignored.
+    Whatever the pieces, the joined text is that of the joined bytes, cut before the stop string that is complete first;
+    of those that are complete with the same character, before the longest. Empty ones are ignored.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stop = tuple(filter(None, stop))
+        words = tuple(filter(None, stop))
+        self._stops = automaton(words) if words else None
+        self._state = 0
         self._decoder = TextDecoder()
         self._held = ""
+        """The text that the state stands for."""
 
     def feed(self, piece: bytes) -> Shown:
         """Adds a token's bytes."""
-        text = self._held + self._decoder.feed(piece)
-        if not self._stop:
-            return Shown(text)
-        found = [(at, order) for order, word in enumerate(self._stop) if (at := text.find(word)) >= 0]
-        if found:
-            at, order = min(found)
-            self._held = ""
-            return Shown(text[:at], self._stop[order])
-        n_held = max(_overlap(text, word) for word in self._stop)
-        self._held = text[len(text) - n_held :]
-        return Shown(text[: len(text) - n_held])
+        new = self._decoder.feed(piece)
+        if self._stops is None:
+            return Shown(new)
+        self._state, found = self._stops.run(self._state, new)
+        text = self._held + new
+        if found is not None:
+            at = len(self._held) + found.end - len(found.word)
+            self._held, self._state = "", 0
+            return Shown(text[:at], found.word)
+        n_shown = len(text) - self._stops.depth[self._state]
+        self._held = text[n_shown:]
+        return Shown(text[:n_shown])
 
     def flush(self) -> str:
         """Ends the text: what was held back, and one U+FFFD for a character that was cut off."""
-        text, self._held = self._held + self._decoder.flush(), ""
+        text, self._held, self._state = self._held + self._decoder.flush(), "", 0
         return text
-
-
-def _overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `word`."""
-    for n in range(min(len(text), len(word) - 1), 0, -1):
-        if text.endswith(word[:n]):
-            return n
-    return 0

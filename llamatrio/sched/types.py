@@ -75,7 +75,7 @@ class Request:
     max_tokens: int = -1
     """-1: until the context is full. 0: the prompt is evaluated and no token is made."""
     stop: tuple[str, ...] = ()
-    """Generation ends before any of these strings; empty ones are ignored."""
+    """Generation ends before the first of these strings to be complete; empty ones are ignored."""
     cache_prompt: bool = True
     """Reuse the cached prefix of the prompt."""
     scope: str = ""

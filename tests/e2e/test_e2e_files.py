@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e_tools import FULL, open_tiny, prompt, run
+from e2e_tools import FULL, GREEDY, open_tiny, prompt, run
 from numpy.typing import NDArray
 
 from llamatrio.cli.main import main
@@ -225,10 +225,22 @@ async def test_a_vocabulary_smaller_than_what_is_asked_for(sampling: SamplingPar
     """A step asks for at most as many candidates as there are: more would end the engine."""
     keys = tiny_vocabulary()
     n_vocab = 30
-    keys["tokenizer.ggml.tokens"] = keys["tokenizer.ggml.tokens"][: n_vocab - 1] + ["<|im_end|>"]
+    keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"][: n_vocab - 1], "<|im_end|>"]
     keys["tokenizer.ggml.token_type"] = np.array([1] * (n_vocab - 1) + [3], np.int32)
     keys |= {"tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 29, "tokenizer.ggml.eos_token_id": 29}
     async with open_tiny(tiny_model(tmp_path / "few.gguf", metadata=keys), n_ctx=64) as engine:
         outcome = await run(engine, range(25), 5, sampling)
     assert outcome.finished.reason == "length"
     assert all(len(choice.top) == min(sampling.n_probs, n_vocab) for choice in outcome.probs)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=0), FULL])
+async def test_a_model_that_makes_no_numbers_ends_requests_and_not_the_engine(
+    sampling: SamplingParams, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "nan.gguf", tensors={"output_norm.weight": np.full(64, np.nan, np.float32)})
+    async with open_tiny(model) as engine:
+        for _ in range(2):
+            outcome = await run(engine, prompt(5), 3, sampling)
+            assert (outcome.finished.reason, outcome.ids) == ("error", [])
+            assert "no token may follow" in outcome.finished.error

@@ -207,3 +207,11 @@ async def test_b49_ids_that_do_not_exist_are_refused(bad: list[Any], caplog: pyt
         assert mixed["tokens_evaluated"] == 3
         assert server.engine.last_tokens == (97, 98, 99)
         assert (await server.complete(list(prompt(3)), 1))["tokens_predicted"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_over_the_limit_are_a_400_that_names_them(stream: bool) -> None:
+    async with api() as server:
+        for path, body in (("/completion", {"prompt": "a"}), (CHAT, HI)):
+            answer = await server.post(path, 400, **body, stop=["ab"] * 5000, stream=stream)
+            assert answer["error"]["param"] == "stop"

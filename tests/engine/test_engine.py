@@ -14,6 +14,7 @@ from llamatrio.engine.engine import Engine
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.engine.generation import MAX_BEHIND, Generation
 from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
+from llamatrio.sched.stops import MAX_STOP
 from llamatrio.sched.types import Batch, Request, SamplingParams, StepOutput
 from tests.fakes import N_VOCAB, FakeBackend, reference
 
@@ -686,3 +687,13 @@ async def test_a_vocabulary_smaller_than_what_is_asked_for(params: SamplingParam
         assert events[-1].reason == "length"
         assert all(len(e.probs[0].top) == N_VOCAB for e in events[:-1] if params.n_probs >= N_VOCAB)
         await settled(engine)
+
+
+async def test_stop_strings_over_the_limit_are_refused_by_name(open_fake, autojump_clock) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        for stop in (("a" * (MAX_STOP + 1),), ("ab",) * (MAX_STOP // 2) + ("c",)):
+            with pytest.raises(RequestError, match="8192") as caught:
+                engine.start(Request((1, 2), GREEDY, stop=stop))
+            assert caught.value.field == "stop"
+        assert not engine.stats().n_waiting
+        await run(engine, Request((1, 2), GREEDY, max_tokens=1, stop=("ab",) * (MAX_STOP // 2)))
