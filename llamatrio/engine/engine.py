@@ -30,6 +30,7 @@ from llamatrio.model.model import Model, open_model
 from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
 from llamatrio.sched.stops import MAX_STOP
+from llamatrio.sched.text import TextAssembler
 from llamatrio.sched.types import PIECE, Request, SamplingParams
 
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
@@ -77,8 +78,9 @@ class Engine:
         if seed is None:
             seed = self.config.seed if self.config.seed is not None else secrets.randbits(32)
         decoder = self._decoder
+        assembler = TextAssembler(request.stop)  # before the sequence: what fails here leaves none without a reader
         seq = self._scheduler.add(request, seed, trio.current_time())
-        generation = Generation(seq, decoder.cancel, decoder.wake)
+        generation = Generation(seq, assembler, decoder.cancel, decoder.wake)
         decoder.generations[seq.id] = generation
         decoder.wake()
         return generation

@@ -26,15 +26,21 @@ class Generation:
     """Events of one continuation: any number of TokenEvent, then exactly one Finished.
 
     Use it as a context manager: leaving the block early cancels the request at once, without an await, so it is safe
-    wherever cancellation arrives.
+    wherever cancellation arrives. Another task that reads it then gets trio.ClosedResourceError, even while it waits.
 
         with engine.start(request) as generation:
             async for event in generation: ...
     """
 
-    def __init__(self, seq: Sequence, cancel: Callable[[Generation], None], resume: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        seq: Sequence,
+        assembler: TextAssembler,
+        cancel: Callable[[Generation], None],
+        resume: Callable[[], None],
+    ) -> None:
         self.seq = seq
-        self.assembler = TextAssembler(seq.request.stop)
+        self.assembler = assembler
         self.stopping_word = ""
         self.error = ""
         self.last_event_at: float | None = None
@@ -60,21 +66,21 @@ class Generation:
     ) -> None:
         self._is_left = True
         self._events.clear()
+        self._wake_reader()
         self._cancel(self)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Event:
+        if self._has_something():
+            await trio.lowlevel.checkpoint()
+        while not self._has_something():  # meanwhile another task may have taken it
+            await self._wait()
         if self._is_left:
             raise trio.ClosedResourceError
-        if self._events:
-            await trio.lowlevel.checkpoint()
-        elif self._is_complete:
-            await trio.lowlevel.checkpoint()
+        if not self._events:
             raise StopAsyncIteration
-        else:
-            await self._wait()
         event = self._events.popleft()
         if self.seq.is_paused and len(self._events) <= MAX_BEHIND // 2:
             self.seq.is_paused = False
@@ -143,8 +149,7 @@ class Generation:
                 if rest is None:
                     return
                 event = rest
-            trio.lowlevel.reschedule(self._reader)
-            self._reader = None
+            self._wake_reader()
         self._events.append(event)
 
     def _offer(self, take: Take, event: TokenEvent, now: float) -> TokenEvent | None:
@@ -156,8 +161,17 @@ class Generation:
             self._take = None
             return event
 
+    def _has_something(self) -> bool:
+        """There is an event, or there will be none."""
+        return bool(self._events) or self._is_complete or self._is_left
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None:
+            trio.lowlevel.reschedule(self._reader)
+            self._reader = None
+
     async def _wait(self) -> None:
-        """Until there is an event."""
+        """Until there is something for the reader."""
         if self._reader is not None:
             raise trio.BusyResourceError("another task reads this generation already")
 

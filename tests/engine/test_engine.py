@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
@@ -14,6 +15,7 @@ from llamatrio.engine.engine import Engine
 from llamatrio.engine.events import Finished, TokenEvent
 from llamatrio.engine.generation import MAX_BEHIND, Generation
 from llamatrio.errors import BackendError, ContextOverflowError, LlamatrioError, OverloadedError, RequestError
+from llamatrio.sched.sampler import Choice
 from llamatrio.sched.stops import MAX_STOP
 from llamatrio.sched.types import Batch, Request, SamplingParams, StepOutput
 from tests.fakes import N_VOCAB, FakeBackend, reference
@@ -697,3 +699,63 @@ async def test_stop_strings_over_the_limit_are_refused_by_name(open_fake, autoju
             assert caught.value.field == "stop"
         assert not engine.stats().n_waiting
         await run(engine, Request((1, 2), GREEDY, max_tokens=1, stop=("ab",) * (MAX_STOP // 2)))
+
+
+async def test_a_reader_that_waits_learns_that_its_generation_was_left(open_fake, autojump_clock) -> None:
+    """Another task may close what this one reads: it must not wait for events that never come."""
+    backend = FakeBackend(256)
+    held: list[Callable[[], None]] = []
+    backend.on_forward = held.append
+    async with open_fake(backend) as engine:
+        generation = engine.start(Request(prompt(20), GREEDY))
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+
+                @nursery.start_soon
+                async def read() -> None:
+                    with pytest.raises(trio.ClosedResourceError):
+                        await generation.__anext__()
+
+                await wait_all_tasks_blocked()
+                generation.__exit__(None, None, None)
+        generation.__exit__(None, None, None)
+        with pytest.raises(trio.ClosedResourceError):
+            await generation.__anext__()
+        held.pop()()
+        await settled(engine)
+
+
+async def test_a_reader_whose_event_came_in_the_same_moment_as_the_end_learns_of_the_end(
+    open_fake, autojump_clock
+) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        generation = engine.start(Request(prompt(20), GREEDY))
+        put = generation.put
+
+        def put_and_leave(choice: Choice, piece: bytes, now: float) -> str | None:
+            stopped = put(choice, piece, now)
+            generation.__exit__(None, None, None)
+            return stopped
+
+        generation.put = put_and_leave
+        with trio.fail_after(5), pytest.raises(trio.ClosedResourceError):
+            await generation.__anext__()
+        await settled(engine)
+
+
+async def test_what_fails_before_a_request_is_queued_leaves_nothing_behind(
+    open_fake, autojump_clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fake(FakeBackend(256)) as engine:
+        bad: Any = (5,)
+        for request in (Request((1, 2), GREEDY, stop=bad), Request((1, 2), SamplingParams(seed=1), stop=bad)):
+            with pytest.raises(TypeError):
+                engine.start(request)
+        monkeypatch.setattr("llamatrio.engine.engine.TextAssembler", lambda stop: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.start(Request((1, 2), GREEDY))
+        monkeypatch.undo()
+        assert engine.stats().n_waiting == 0
+        await settled(engine)
+        assert not engine._decoder.generations
+        await run(engine, Request((1, 2), GREEDY, max_tokens=1))
