@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,17 @@ MIB = 1 << 20
 
 KVType = Literal["f16", "q8_0"]
 """How K or V is kept in the cells."""
+
+_LEAST = {
+    "n_ctx": 0, "n_parallel": 1, "n_batch": 1, "n_ubatch": 1, "n_threads": 0, "cache_ram_mib": -1, "max_queued": 1,
+    "staging_mib": 1, "n_staging": 1,
+}  # fmt: skip
+_OPTIONS = {
+    "type_k": ("f16", "q8_0"), "type_v": ("f16", "q8_0"), "device": ("auto", "cpu", "cuda"),
+    "cache_scope": ("key", "all"),
+}  # fmt: skip
+_LONGEST = 1e9
+"""Of times: what is computed from them stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +67,40 @@ class EngineConfig:
     """Default seed of requests that name none; None draws a fresh one for each."""
 
     def n_ctx_seq(self, n_cells: int) -> int:
-        """Most tokens that a sequence may hold of a pool of `n_cells`."""
-        return n_cells if self.kv_unified else max(1, n_cells // self.n_parallel)
+        """Most tokens that a sequence may hold of a pool of `n_cells`. Raises ValueError where that is no context."""
+        n = n_cells if self.kv_unified else n_cells // self.n_parallel
+        if n < 2:
+            shared = "" if self.kv_unified else f" (n_ctx {n_cells} shared by n_parallel {self.n_parallel})"
+            raise ValueError(f"expected a context of 2 tokens for each sequence at least, not {n}{shared}")
+        return n
 
     def __post_init__(self) -> None:
-        for name, low in (("n_ctx", 0), ("n_parallel", 1), ("n_batch", 1), ("n_ubatch", 1), ("n_threads", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"expected {name} >= {low}, not {getattr(self, name)}")
-        for name in ("type_k", "type_v"):
-            if getattr(self, name) not in ("f16", "q8_0"):
-                raise ValueError(f"expected {name} to be f16 or q8_0, not {getattr(self, name)!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"expected device to be auto, cpu or cuda, not {self.device!r}")
-        if self.cache_ram_mib < -1:
-            raise ValueError(f"expected cache_ram_mib >= -1, not {self.cache_ram_mib}")
+        """Raises ValueError naming the field that makes no sense."""
+        for name, low in _LEAST.items():
+            value = getattr(self, name)
+            if not _is_a(Integral, value) or value < low:
+                raise ValueError(f"expected {name} >= {low}, a whole number, not {value!r}")
+        for name in ("target_itl_ms", "stream_stall_timeout"):
+            value = getattr(self, name)
+            if not _is_a(Real, value) or not 0 < value <= _LONGEST:
+                raise ValueError(f"expected {name} above 0 and up to {_LONGEST:g}, not {value!r}")
+        for name, options in _OPTIONS.items():
+            if getattr(self, name) not in options:
+                raise ValueError(f"expected {name} to be {' or '.join(options)}, not {getattr(self, name)!r}")
+        if self.seed is not None and (not _is_a(Integral, self.seed) or self.seed < 0):
+            raise ValueError(f"expected seed >= 0, a whole number, or None, not {self.seed!r}")
+        if self.n_ctx:
+            self.n_ctx_seq(self.n_ctx)
 
     @property
     def cache_bytes(self) -> int | None:
         """The prompt cache's budget in bytes; None means no limit."""
         return None if self.cache_ram_mib < 0 else self.cache_ram_mib * MIB
+
+
+def _is_a(kind: type, value: object) -> bool:
+    """Whether it is such a number; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def environment() -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -33,6 +34,8 @@ from llamatrio.sched.stops import MAX_STOP
 from llamatrio.sched.text import TextAssembler
 from llamatrio.sched.types import PIECE, Request, SamplingParams
 
+_log = logging.getLogger("llamatrio.engine")
+
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
 _SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
 
@@ -54,8 +57,8 @@ class Engine:
             n_vocab=model.spec.n_vocab,
             n_parallel=config.n_parallel,
             n_ctx_seq=self.n_ctx_seq,
-            n_batch=min(max(config.n_batch, PIECE + config.n_parallel), backend.max_rows),
-            n_ubatch=min(max(config.n_ubatch, PIECE), backend.max_rows),
+            n_batch=min(_raised("n_batch", config.n_batch, PIECE + config.n_parallel), backend.max_rows),
+            n_ubatch=min(_raised("n_ubatch", config.n_ubatch, PIECE), backend.max_rows),
             eog_ids=model.tokenizer.eog_ids,
             save_when_idle=config.cache_idle_slots,
         )
@@ -231,6 +234,13 @@ class Engine:
         n_records = max(1, self.config.staging_mib * MIB // self._backend.layout.record_bytes)
         n_records = min(n_records, self._backend.n_cells)
         return StagingPool([self._backend.new_staging(n_records) for _ in range(self.config.n_staging)])
+
+
+def _raised(name: str, wanted: int, least: int) -> int:
+    """A prompt is cut at multiples of PIECE: with less room than one beside all streams it would never start."""
+    if wanted < least:
+        _log.warning("%s %d is too small for a piece of a prompt beside all streams: %d is used", name, wanted, least)
+    return max(wanted, least)
 
 
 @asynccontextmanager

@@ -759,3 +759,22 @@ async def test_what_fails_before_a_request_is_queued_leaves_nothing_behind(
         await settled(engine)
         assert not engine._decoder.generations
         await run(engine, Request((1, 2), GREEDY, max_tokens=1))
+
+
+async def test_a_model_whose_context_is_no_context_is_refused(open_fake, autojump_clock) -> None:
+    for n_cells, options in ((1, {}), (7, {"n_parallel": 4, "kv_unified": False})):
+        backend = FakeBackend(n_cells)
+        with pytest.raises(ValueError, match="expected a context of 2 tokens"):
+            async with open_fake(backend, **options):
+                pass
+        assert backend.is_closed
+
+
+async def test_a_batch_that_is_raised_says_so(open_fake, autojump_clock, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_fake(FakeBackend(256), n_batch=8, n_ubatch=4, n_parallel=4) as engine:
+        assert (await run(engine, Request(prompt(100), GREEDY, max_tokens=1)))[0] == reference(prompt(100), 1)
+    assert [r.getMessage().split(" is")[0] for r in caplog.records] == ["n_batch 8", "n_ubatch 4"]
+    assert "68 is used" in caplog.text
+    caplog.clear()
+    async with open_fake(FakeBackend(256), n_batch=68, n_ubatch=64, n_parallel=4):
+        assert not caplog.records
