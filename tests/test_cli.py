@@ -174,6 +174,8 @@ def test_sampling_defaults() -> None:
         ignore_eos=True,
     )
     assert server().sampling == SamplingParams()
+    for flags in ("--samplers top_k;temperature", "--sampler-seq kt"):
+        assert server(f"--top-k 7 --top-p 0.8 {flags}").sampling == SamplingParams(top_k=7, top_p=1.0, min_p=0.0)
 
 
 def test_defaults_of_requests(tmp_path: Path) -> None:

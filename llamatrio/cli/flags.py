@@ -14,6 +14,7 @@ from typing import Any
 
 from llamatrio.config import EngineConfig
 from llamatrio.sched.types import SamplingParams
+from llamatrio.server.samplers import with_samplers
 from llamatrio.server.settings import CorsConfig, ServerConfig
 
 _DEVICES = {"auto": "auto", "cpu": "cpu", "none": "cpu", "cuda": "cuda", "cuda0": "cuda"}
@@ -99,6 +100,8 @@ def add_default_flags(parser: argparse.ArgumentParser) -> None:
     add("--repeat-last-n", type=int, default=sampling.repeat_last_n, metavar="N", help="default repeat_last_n")
     add("--presence-penalty", type=float, default=0.0, metavar="X", help="default presence_penalty")
     add("--frequency-penalty", type=float, default=0.0, metavar="X", help="default frequency_penalty")
+    add("--samplers", metavar="A;B", help="parts of the sampling chain that are on by default")
+    add("--sampler-seq", "--sampling-seq", metavar="AB", help="the same by letters, as kpmt")
     add("--ignore-eos", action="store_true", help="default ignore_eos")
 
 
@@ -171,6 +174,8 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         logit_bias=tuple(args.logit_bias),
         ignore_eos=args.ignore_eos,
     )
+    if args.samplers is not None or args.sampler_seq is not None:
+        sampling = with_samplers(sampling, args.sampler_seq or [name for name in args.samplers.split(";") if name])
     thinking = {} if args.reasoning == "auto" else {"enable_thinking": args.reasoning == "on"}
     return ServerConfig(
         host=args.host,

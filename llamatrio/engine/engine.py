@@ -38,6 +38,7 @@ _log = logging.getLogger("llamatrio.engine")
 
 _REQUEST_FIELDS = {f.name for f in fields(Request)}
 _SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
+_CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 
 
 class Engine:
@@ -264,6 +265,8 @@ async def open_engine(
         ModelError: the file cannot be served.
         BackendError: the device is not there or has too little memory.
     """
+    if unknown := options.keys() - _CONFIG_FIELDS:
+        raise ValueError(f"there is no option {min(unknown)!r}")
     config = replace(config or EngineConfig(), **options)
     with ExitStack() as stack:
         if isinstance(model, str | Path):

@@ -15,6 +15,7 @@ from llamatrio.model.tokenizer import Tokenizer
 from llamatrio.sched.sampler import Choice
 from llamatrio.sched.types import Request
 from llamatrio.server.ports import Generation
+from llamatrio.server.samplers import CHAIN
 
 LOWEST = -3.4028234663852886e38
 """JSON has no infinity; llama-server writes the lowest float instead."""
@@ -181,6 +182,6 @@ def generation_settings(request: Request, *, stream: bool, seed: int | None) -> 
         "logit_bias": [{"token": id, "bias": max(bias, LOWEST)} for id, bias in sampling.logit_bias],
         "n_probs": sampling.n_probs,
         "post_sampling_probs": sampling.post_sampling_probs,
-        "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+        "samplers": list(CHAIN),
         **_UNOFFERED,
     }

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from llamatrio.errors import RequestError
 from llamatrio.sched.types import LARGEST, SamplingParams
+from llamatrio.server.samplers import with_samplers
 
 Count = Annotated[int, Meta(ge=0)]
 Sane = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
@@ -61,6 +62,7 @@ class Unoffered(Struct, kw_only=True):
     adaptive_target: Any = None
     t_max_predict_ms: Any = None
     n_indent: Any = None
+    min_keep: Any = None
 
 
 # What asks for nothing, next to null.
@@ -86,6 +88,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-1,),
     "t_max_predict_ms": (-1, 0),
     "n_indent": (0,),
+    "min_keep": (0, 1),
 }
 
 
@@ -115,6 +118,7 @@ class GenerationBody(Unoffered, kw_only=True):
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    samplers: str | list[str] | None = None
     sse_ping_interval: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
 
     def token_limit(self, default: int) -> int:
@@ -254,7 +258,10 @@ _RANGES = {"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0), "min_p": (0.0, 1.
 def sampling_params(
     body: GenerationBody, defaults: SamplingParams, *, n_probs: int, logit_bias: tuple[tuple[int, float], ...]
 ) -> SamplingParams:
-    """The body's sampling fields over the server's defaults. A negative seed means a random one."""
+    """The body's sampling fields over the server's defaults. A negative seed means a random one.
+
+    Raises RequestError for `samplers` that the chain cannot follow.
+    """
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     for name, (low, high) in _RANGES.items():
         if name in given:
@@ -263,4 +270,5 @@ def sampling_params(
         given["seed"] = body.seed if body.seed >= 0 else None
     if logit_bias:
         given["logit_bias"] = logit_bias
-    return replace(defaults, n_probs=n_probs, **given)
+    params = replace(defaults, n_probs=n_probs, **given)
+    return params if body.samplers is None else with_samplers(params, body.samplers)

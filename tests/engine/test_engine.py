@@ -413,6 +413,12 @@ async def test_generate_yields_text_and_refuses_options_that_do_not_exist(open_f
             engine.start(engine.request("ABC", lane=9))
 
 
+async def test_an_engine_option_that_does_not_exist_is_named(open_fake, autojump_clock) -> None:
+    with pytest.raises(ValueError, match="'n_ctxx'"):
+        async with open_fake(FakeBackend(64), n_ctxx=5):
+            pass
+
+
 async def test_clients_of_other_scopes_share_nothing(open_fake, autojump_clock) -> None:
     async with open_fake(FakeBackend(256)) as engine:
         await run(engine, Request(prompt(20), GREEDY, max_tokens=1, scope="a"))

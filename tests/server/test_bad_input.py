@@ -237,6 +237,7 @@ async def test_all_forms_of_a_ban_are_one() -> None:
         ("echo", True),
         ("suffix", "x"),
         ("mirostat", 2),
+        ("min_keep", 3),
         ("lora", [{"id": 0}]),
     ],
 )
