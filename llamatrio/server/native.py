@@ -49,8 +49,8 @@ def add_text_routes(app: QuartTrio, service: Service) -> None:
                 body.content,
                 tokenizer,
                 "content",
-                add_special=body.add_special,
-                parse_special=body.parse_special,
+                add_special=body.add_special is True,
+                parse_special=body.parse_special is not False,
             )
             return [_with_piece(id, tokenizer.piece(id, special=True)) for id in ids] if body.with_pieces else ids
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -65,30 +66,32 @@ class Unoffered(Struct, kw_only=True):
     min_keep: Any = None
 
 
-# What asks for nothing, next to null.
+# What asks for nothing, next to null: values, and numbers by what switches llama-server's samplers off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": ("",),
-    "response_format": ({"type": "text"},),
+    "response_format": ({"type": "text"}, {}),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "n": (1,),
-    "n_cmpl": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "lora": ([],),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "typical_p": (1,),
-    "top_n_sigma": (0, -1),
-    "dynatemp_range": (0,),
-    "adaptive_target": (-1,),
-    "t_max_predict_ms": (-1, 0),
-    "n_indent": (0,),
-    "min_keep": (0, 1),
+}
+_OFF: dict[str, Callable[[float], bool]] = {
+    "n": lambda x: x == 1,
+    "n_cmpl": lambda x: x == 1,
+    "best_of": lambda x: x == 1,
+    "mirostat": lambda x: x <= 0,
+    "dry_multiplier": lambda x: x == 0,
+    "xtc_probability": lambda x: x <= 0,
+    "typical_p": lambda x: x >= 1,
+    "top_n_sigma": lambda x: x <= 0,
+    "dynatemp_range": lambda x: x <= 0,
+    "adaptive_target": lambda x: x < 0,
+    "t_max_predict_ms": lambda x: x <= 0,
+    "n_indent": lambda x: x <= 0,
+    "min_keep": lambda x: x <= 1,
 }
 
 
@@ -193,9 +196,9 @@ class TokenizeBody(Struct, kw_only=True):
     """POST /tokenize."""
 
     content: Any = ""
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -207,7 +210,7 @@ class DetokenizeBody(Struct, kw_only=True):
 def decode_body(data: bytes, kind: type[B]) -> B:
     """The body as `kind`. Raises RequestError naming the field."""
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix("\ufeff")  # a byte order mark: some shells write one
         body = msgspec.json.decode(text, type=kind)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8: byte {error.start} is wrong") from None
@@ -238,12 +241,14 @@ def _lower(message: str) -> str:
 def _refuse_unoffered(body: Unoffered) -> None:
     for name in Unoffered.__struct_fields__:
         value = getattr(body, name)
-        if value is not None and not _is_one_of(value, _NEUTRAL.get(name, ())):
+        if value is not None and not _asks_for_nothing(name, value):
             raise RequestError(f"{name}: this server does not offer it", field=name)
 
 
-def _is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
-    return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in options)
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name in _OFF:
+        return isinstance(value, int | float) and not isinstance(value, bool) and _OFF[name](value)
+    return any(type(value) is type(option) and value == option for option in _NEUTRAL.get(name, ()))
 
 
 _SAMPLING_FIELDS = (

@@ -228,7 +228,6 @@ async def test_all_forms_of_a_ban_are_one() -> None:
         ("json_schema", {}),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "foo"}),
-        ("response_format", {}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("n", 2),
@@ -237,7 +236,11 @@ async def test_all_forms_of_a_ban_are_one() -> None:
         ("echo", True),
         ("suffix", "x"),
         ("mirostat", 2),
+        ("mirostat", True),
         ("min_keep", 3),
+        ("adaptive_target", 0),
+        ("dry_multiplier", -1),
+        ("typical_p", 0.9),
         ("lora", [{"id": 0}]),
     ],
 )
@@ -256,6 +259,34 @@ async def test_neutral_unknown_and_null_fields_are_accepted() -> None:
     }  # fmt: skip
     async with api(FakeEngine()) as client:
         assert (await client.post(CHAT, json={**HI, **neutral})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("adaptive_target", (-0.01, -1)),
+        ("top_n_sigma", (0, -1, -5.0)),
+        ("typical_p", (1, 1.5)),
+        ("xtc_probability", (0, 0.0, -1)),
+        ("dynatemp_range", (0, -1)),
+        ("t_max_predict_ms", (0, -1)),
+        ("mirostat", (0, -1)),
+        ("min_keep", (0, 1)),
+        ("response_format", ({}, {"type": "text"})),
+        ("tool_choice", ("none", "auto")),
+    ],
+)
+async def test_whatever_switches_a_part_off_is_accepted(field: str, values: tuple[Any, ...]) -> None:
+    async with api(FakeEngine()) as client:
+        for value in values:
+            assert (await client.post(CHAT, json={**HI, field: value, "max_tokens": 1})).status_code == 200
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    async with api(FakeEngine()) as client:
+        answer = await client.post("/tokenize", content=b"\xef\xbb\xbf" + b'{"content": "a"}')
+        assert answer.json() == {"tokens": [97]}
+        await refused(client, "/tokenize", b"\xef\xbb\xbf" * 2 + b'{"content": "a"}', None)
 
 
 @pytest.mark.parametrize(

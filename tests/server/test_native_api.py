@@ -143,6 +143,8 @@ async def test_tokenize_and_back() -> None:
         assert mixed == [97, 98, 99]
         long = (await client.post("/tokenize", json={"content": "a" * 10000})).json()["tokens"]
         assert (await client.post("/detokenize", json={"tokens": long})).json() == {"content": "a" * 10000}
+        unsaid = dict.fromkeys(("add_special", "parse_special", "with_pieces"))
+        assert (await client.post("/tokenize", json={"content": text, **unsaid})).json() == {"tokens": parsed}
         assert (await client.post("/tokenize", json={})).json() == {"tokens": []}
         assert (await client.post("/detokenize", json={})).json() == {"content": ""}
 
