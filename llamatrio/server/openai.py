@@ -30,12 +30,11 @@ def add_openai_routes(app: QuartTrio, service: Service) -> None:
     @app.post(prefix + "/chat/completions")
     async def chat() -> Response:
         body = decode_body(await read_body(), ChatBody)
-        if body.top_logprobs and not body.logprobs:
+        if body.top_logprobs and body.logprobs is not True:
             raise RequestError("top_logprobs: needs logprobs to be true", field="top_logprobs")
         job = await service.chat_job(body)
-        tokens = TokenJson(service.engine.model.tokenizer, n_top=body.top_logprobs or 0)
         form = ChatForm(text_of(body.messages[-1]) if service.continues(body) else "")
-        return await _Answer(service, body, form, tokens if body.logprobs else None).answer([job])
+        return await _Answer(service, body, form).answer([job])
 
     @app.post(prefix + "/v1/chat/completions/input_tokens")
     @app.post(prefix + "/chat/completions/input_tokens")
@@ -49,8 +48,7 @@ def add_openai_routes(app: QuartTrio, service: Service) -> None:
         data = await read_body()
         body = decode_body(data, CompletionBody)
         jobs = await service.completion_jobs(body, len(data))
-        tokens = service.token_json(body) if body.probs else None
-        return await _Answer(service, body, CompletionForm(), tokens).answer(jobs)
+        return await _Answer(service, body, CompletionForm()).answer(jobs)
 
 
 class Form(Protocol):
@@ -188,11 +186,11 @@ def logprobs_json(tokens: TokenJson | None, reports: Sequence[Choice]) -> dict[s
 class _Answer:
     """One answer, streamed or whole."""
 
-    def __init__(self, service: Service, body: GenerationBody, form: Form, tokens: TokenJson | None) -> None:
+    def __init__(self, service: Service, body: GenerationBody, form: Form) -> None:
         self._service = service
         self._body = body
         self._form = form
-        self._tokens = tokens
+        self._tokens = service.token_json(body) if body.probs else None
         """How to write log probabilities; None when they are not wanted."""
 
     async def answer(self, jobs: Sequence[Job]) -> Response:

@@ -26,7 +26,7 @@ Sane = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 TokenLimit = Annotated[int, Meta(ge=-2)]
 MAX_PROBS = 256
 """Most tokens that a position's report may list."""
-MAX_TOP_LOGPROBS = 20
+Probs = Annotated[int, Meta(ge=0, le=MAX_PROBS)]
 
 B = TypeVar("B", bound=Struct)
 
@@ -118,6 +118,9 @@ class GenerationBody(Unoffered, kw_only=True):
     stop: str | list[str] | None = None
     cache_prompt: bool | None = None
     id_slot: Annotated[int, Meta(ge=-1)] | None = None
+    n_probs: Probs | None = None
+    logprobs: bool | Probs | None = None
+    """A number for text, true or false for chats, as OpenAI has it; each route takes both."""
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
@@ -139,6 +142,16 @@ class GenerationBody(Unoffered, kw_only=True):
         return tuple(word for word in given if word)
 
     @property
+    def n_top(self) -> int:
+        """How many likely tokens to report at each position."""
+        return int(self.logprobs or 0) if self.n_probs is None else self.n_probs
+
+    @property
+    def probs(self) -> int:
+        """How many to ask the engine for; 0: no report."""
+        return self.n_top
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
@@ -148,14 +161,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """POST /completion and /v1/completions."""
 
     prompt: Any = None
-    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
     response_fields: list[str] | None = None
-
-    @property
-    def probs(self) -> int:
-        """How many likely tokens to report at each position."""
-        return self.logprobs or 0 if self.n_probs is None else self.n_probs
 
 
 class Conversation(Protocol):
@@ -183,13 +189,17 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Probs | None = None
+
+    @property
+    def n_top(self) -> int:
+        """`logprobs: true` alone is a report of the tokens made."""
+        return self.top_logprobs or 0 if self.logprobs is True else super().n_top
 
     @property
     def probs(self) -> int:
-        """How many likely tokens to ask for; one at least where logprobs are wanted at all."""
-        return max(1, self.top_logprobs or 0) if self.logprobs else 0
+        """One at least where a report is wanted at all."""
+        return max(self.n_top, self.logprobs is True)
 
 
 class TokenizeBody(Struct, kw_only=True):

@@ -74,17 +74,17 @@ class Service:
         wanted = body.sse_ping_interval
         return self.settings.sse_ping_interval if wanted is None else float(wanted)
 
-    def token_json(self, body: CompletionBody) -> TokenJson:
-        """How a completion's probabilities are written."""
+    def token_json(self, body: GenerationBody) -> TokenJson:
+        """How an answer's probabilities are written."""
         after_sampling = body.post_sampling_probs is True
-        return TokenJson(self.engine.model.tokenizer, n_top=body.probs, post_sampling=after_sampling)
+        return TokenJson(self.engine.model.tokenizer, n_top=body.n_top, post_sampling=after_sampling)
 
     async def completion_jobs(self, body: CompletionBody, n_bytes: int) -> list[Job]:
         """The jobs of a completion, one for each prompt. Raises RequestError and ContextOverflowError."""
         tokenizer = self.engine.model.tokenizer
 
         def read() -> tuple[list[Prompt], SamplingParams]:
-            return read_prompts(body.prompt, tokenizer), self._sampling(body, body.probs)
+            return read_prompts(body.prompt, tokenizer), self._sampling(body)
 
         prompts, sampling = await self.run_blocking(read) if n_bytes >= LONG_BODY else read()
         for prompt in prompts:
@@ -95,7 +95,7 @@ class Service:
         """The job of a chat. Raises RequestError, TemplateError and ContextOverflowError."""
 
         def read() -> tuple[list[int], SamplingParams]:
-            return self.encode_chat(body), self._sampling(body, body.probs)
+            return self.encode_chat(body), self._sampling(body)
 
         tokens, sampling = await self.run_blocking(read)
         if not tokens:
@@ -134,12 +134,12 @@ class Service:
             "continue_final": self.continues(body),
         }
 
-    def _sampling(self, body: GenerationBody, n_probs: int) -> SamplingParams:
+    def _sampling(self, body: GenerationBody) -> SamplingParams:
         tokenizer = self.engine.model.tokenizer
         return sampling_params(
             body,
             self.settings.sampling,
-            n_probs=min(n_probs, tokenizer.n_vocab),
+            n_probs=min(body.probs, tokenizer.n_vocab),
             logit_bias=read_logit_bias(body.logit_bias, tokenizer),
         )
 

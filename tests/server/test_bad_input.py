@@ -338,7 +338,8 @@ async def test_routes_of_what_is_not_offered_say_so(path: str) -> None:
 async def test_missing_messages_and_stray_top_logprobs() -> None:
     async with api(FakeEngine()) as client:
         await refused(client, CHAT, {}, "messages")
-        await refused(client, CHAT, {**HI, "top_logprobs": 3}, "top_logprobs")
+        for logprobs in ({}, {"logprobs": False}, {"logprobs": 2}):
+            await refused(client, CHAT, {**HI, "top_logprobs": 3, **logprobs}, "top_logprobs")
 
 
 async def test_routes_that_do_not_exist() -> None:

@@ -179,6 +179,39 @@ async def test_chat_logprobs() -> None:
     assert bare["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "n_top"),
+    [
+        ({"logprobs": True}, {CHAT: 0, "/v1/completions": 1}),
+        ({"logprobs": 2}, 2),
+        ({"n_probs": 3}, 3),
+        ({"n_probs": 3, "logprobs": False}, 3),
+        ({"logprobs": False}, None),
+        ({"logprobs": 0}, None),
+        ({"n_probs": 0}, None),
+    ],
+)
+async def test_both_names_of_logprobs_on_both_routes(asked: dict[str, Any], n_top: Any) -> None:
+    async with api(FakeEngine()) as client:
+        for path in (CHAT, "/v1/completions"):
+            answer = (await client.post(path, json={**HI, "prompt": "a", "max_tokens": 1, **asked})).json()
+            expected = n_top[path] if isinstance(n_top, dict) else n_top
+            found = answer["choices"][0]["logprobs"]
+            assert (found and len(found["content"][0]["top_logprobs"])) == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_probabilities_after_sampling_are_not_called_logprobs(path: str) -> None:
+    body = {**HI, "prompt": "a", "max_tokens": 1, "n_probs": 1, "post_sampling_probs": True}
+    async with api(FakeEngine()) as client:
+        whole = (await client.post(path, json=body)).json()["choices"][0]
+        streamed = [chunk["choices"][0] for chunk in await chunks_of(client, path, body)]
+    (entry,) = whole["logprobs"]["content"]
+    assert entry["prob"] == entry["top_probs"][0]["prob"] == pytest.approx(0.60653, abs=1e-5)
+    assert not {"logprob", "top_logprobs"} & entry.keys()
+    assert whole["logprobs"] in [choice["logprobs"] for choice in streamed]
+
+
 async def test_timings_per_token() -> None:
     async with api(FakeEngine()) as client:
         chunks = await chunks_of(client, CHAT, {**HI, "max_tokens": 2, "timings_per_token": True})
