@@ -122,7 +122,7 @@ class ChatTemplate:
 
     def _fit(self, message: Message) -> Message:
         """The message as this template takes it. No content is empty content, and a developer is the system."""
-        if message.get("content", "") is None:
+        if message.get("content") is None:
             message = {**message, "content": ""}
         if message.get("role") == "developer" and "developer" not in self.source:
             message = {**message, "role": "system"}

@@ -145,6 +145,12 @@ def final_json(
     service: Service, body: CompletionBody, index: int, job: Job, finished: Finished, has_new_line: bool
 ) -> dict[str, Any]:
     """The answer, or a stream's last event, without the text that the events before had."""
+    settings = generation_settings(
+        job.request,
+        stream=body.stream is True,
+        timings_per_token=body.timings_per_token is True,
+        seed=finished.seed,
+    )
     return {
         "index": index,
         "content": "",
@@ -154,7 +160,7 @@ def final_json(
         "model": service.model_name,
         "tokens_predicted": finished.n_predicted,
         "tokens_evaluated": finished.n_prompt,
-        "generation_settings": generation_settings(job.request, stream=body.stream is True, seed=finished.seed),
+        "generation_settings": settings,
         "prompt": job.prompt,
         "has_new_line": has_new_line,
         "truncated": False,

@@ -154,13 +154,18 @@ RANDOM_SEED = 0xFFFF_FFFF
 _UNOFFERED: dict[str, Any] = {
     "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
     "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 64,
-    "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "n_keep": 0, "n_discard": 0, "min_keep": 0,
-    "grammar": "", "lora": [], "reasoning_format": "none", "reasoning_in_content": False,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"], "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
+    "adaptive_target": -1.0, "adaptive_decay": 0.9, "n_keep": 0, "n_discard": 0, "min_keep": 0, "grammar": "",
+    "grammar_lazy": False, "grammar_triggers": [], "preserved_tokens": [], "lora": [], "speculative.types": "none",
+    "backend_sampling": False, "chat_format": "Content-only", "generation_prompt": "", "reasoning_format": "none",
+    "reasoning_in_content": False,
 }  # fmt: skip
 """Settings that are not offered, at the values that turn them off: user interfaces read them."""
 
 
-def generation_settings(request: Request, *, stream: bool, seed: int | None) -> dict[str, Any]:
+def generation_settings(
+    request: Request, *, stream: bool = False, timings_per_token: bool = False, seed: int | None = None
+) -> dict[str, Any]:
     """A request's settings, by llama-server's names."""
     sampling = request.sampling
     return {
@@ -182,6 +187,7 @@ def generation_settings(request: Request, *, stream: bool, seed: int | None) -> 
         "logit_bias": [{"token": id, "bias": max(bias, LOWEST)} for id, bias in sampling.logit_bias],
         "n_probs": sampling.n_probs,
         "post_sampling_probs": sampling.post_sampling_probs,
+        "timings_per_token": timings_per_token,
         "samplers": list(CHAIN),
         **_UNOFFERED,
     }

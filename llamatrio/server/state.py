@@ -97,7 +97,7 @@ def _props_json(service: Service) -> dict[str, Any]:
     defaults = Request(tokens=(0,), sampling=settings.sampling, max_tokens=settings.max_tokens, stop=settings.stop)
     return {
         "default_generation_settings": {
-            "params": generation_settings(defaults, stream=False, seed=None),
+            "params": generation_settings(defaults),
             "n_ctx": engine.n_ctx_seq,
         },
         "total_slots": engine.config.n_parallel,
@@ -107,6 +107,8 @@ def _props_json(service: Service) -> dict[str, Any]:
         "endpoint_slots": settings.slots,
         "endpoint_props": False,
         "endpoint_metrics": settings.metrics,
+        "ui": False,
+        "cors_proxy_enabled": False,
         "chat_template": engine.model.chat_template.source,
         "bos_token": text(tokenizer.bos_id),
         "eos_token": text(tokenizer.eos_id),
@@ -131,7 +133,7 @@ def _slot_json(lane: LaneStats) -> dict[str, Any]:
         "n_prompt_tokens": lane.n_prompt,
         "n_prompt_tokens_processed": lane.n_prompt - lane.n_cached,
         "n_prompt_tokens_cache": lane.n_cached,
-        "params": generation_settings(lane.params, stream=False, seed=None),
+        "params": generation_settings(lane.params),
         "next_token": [
             {
                 "has_next_token": lane.is_processing,

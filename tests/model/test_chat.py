@@ -125,10 +125,11 @@ def test_parts_and_strings_are_fitted_to_the_template() -> None:
 
 def test_messages_are_fitted_to_the_template() -> None:
     source = "{% for m in messages %}{{ m.role }}:{{ m.content + ';' }}{% endfor %}"
-    messages = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]
-    assert ChatTemplate(source).render(messages) == "system:a;assistant:;"
+    calls = {"role": "assistant", "tool_calls": [{}]}
+    messages = [{"role": "developer", "content": "a"}, {**calls, "content": None}, calls]
+    assert ChatTemplate(source).render(messages) == "system:a;assistant:;assistant:;"
     knows_developers = ChatTemplate(source + "{# developer #}")
-    assert knows_developers.render(messages) == "developer:a;assistant:;"
+    assert knows_developers.render(messages) == "developer:a;assistant:;assistant:;"
 
 
 @pytest.mark.parametrize(
@@ -303,4 +304,4 @@ def test_messages_that_cannot_be_encoded_are_the_clients_fault() -> None:  # B33
     with pytest.raises(RequestError, match="nested too deeply"):
         encode_chat(template, model, [{"role": "user", "content": deep}])
     with pytest.raises(TemplateError):
-        encode_chat(template, model, [{"role": "user"}])
+        encode_chat(template, model, [{"content": "hi"}])

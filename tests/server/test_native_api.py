@@ -181,6 +181,28 @@ async def test_state_routes() -> None:
         assert "im_start" in props["chat_template"]
 
 
+SETTINGS = (
+    "seed temperature dynatemp_range dynatemp_exponent top_k top_p min_p top_n_sigma xtc_probability xtc_threshold "
+    "typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty dry_multiplier dry_base "
+    "dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat mirostat_tau mirostat_eta adaptive_target "
+    "adaptive_decay stop max_tokens n_predict n_keep n_discard ignore_eos stream logit_bias n_probs min_keep grammar "
+    "grammar_lazy grammar_triggers preserved_tokens chat_format reasoning_format reasoning_in_content "
+    "generation_prompt samplers speculative.types timings_per_token post_sampling_probs backend_sampling lora"
+)
+"""What llama-server writes of a request's settings."""
+
+
+async def test_settings_have_all_that_llama_server_writes() -> None:
+    body = {"prompt": "a", "n_predict": 1, "timings_per_token": True}
+    async with api(FakeEngine()) as client:
+        said = (await client.post("/completion", json=body)).json()["generation_settings"]
+        props = (await client.get("/props")).json()["default_generation_settings"]["params"]
+        busy = (await client.get("/slots")).json()[0]["params"]
+    for settings in (said, props, busy):
+        assert not set(SETTINGS.split()) - settings.keys()
+    assert [settings["timings_per_token"] for settings in (said, props)] == [True, False]
+
+
 async def test_slots() -> None:
     async with api(FakeEngine()) as client:
         busy, idle = (await client.get("/slots?fail_on_no_slot=1")).json()
