@@ -50,12 +50,12 @@ def _digest(data: bytes) -> bytes:
 
 
 def offered_keys(headers: Headers) -> Iterator[bytes]:
-    """The keys in a request's headers, as the bytes that came over the wire."""
-    scheme, _, token = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        yield token.strip().encode("latin-1", "replace")
-    if key := headers.get("X-Api-Key", ""):
-        yield key.encode("latin-1", "replace")
+    """The keys in a request's headers, as the bytes that came over the wire, with "Bearer" before them or without."""
+    for name in ("Authorization", "X-Api-Key"):
+        value = headers.get(name, "").strip()
+        scheme, _, token = value.partition(" ")
+        if key := token.strip() if scheme.lower() == "bearer" else value:
+            yield key.encode("latin-1", "replace")
 
 
 def add_guards(app: QuartTrio, settings: ServerConfig, *, is_scoped: bool) -> None:

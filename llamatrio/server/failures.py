@@ -51,7 +51,8 @@ def add_error_handlers(app: QuartTrio) -> None:
     async def http(error: HTTPException) -> Response:
         code = error.code or 500
         kind = _KINDS.get(code, "invalid_request_error" if code < 500 else "server_error")
-        body = {"error": {"code": code, "message": error.description or error.name, "type": kind}}
+        message = "File Not Found" if code == 404 else error.description or error.name
+        body = {"error": {"code": code, "message": message, "type": kind}}
         headers = {name: value for name, value in error.get_headers() if name.lower() == "allow"}
         return json_response(body, code, headers)
 

@@ -345,7 +345,8 @@ async def test_missing_messages_and_stray_top_logprobs() -> None:
 async def test_routes_that_do_not_exist() -> None:
     async with api(FakeEngine()) as client:
         missing = await client.get("/nothing/\u00e9")
-        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+        assert missing.status_code == 404
+        assert missing.json()["error"] == {"code": 404, "message": "File Not Found", "type": "not_found_error"}
         wrong = await client.get("/completion")
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, 405)
         assert "POST" in wrong.headers["allow"]
