@@ -8,28 +8,27 @@ from typing import Any
 
 import trio
 from quart_trio import QuartTrio
+from werkzeug.datastructures import Headers
 
 from llamatrio.errors import OverloadedError
 from llamatrio.server.app import create_app
+from llamatrio.server.auth import origin_headers, preflight_headers
 from llamatrio.server.failures import error_body
 from llamatrio.server.ports import Engine
 from llamatrio.server.serve import serve
-from llamatrio.server.settings import ServerConfig
+from llamatrio.server.settings import CorsConfig, ServerConfig
 from llamatrio.server.stream import to_json
 
 _LOADING = to_json(error_body(OverloadedError("Loading model")))
-_HEADERS = [
-    (b"content-type", b"application/json; charset=utf-8"),
-    (b"content-length", str(len(_LOADING)).encode()),
-    (b"retry-after", b"1"),
-]
+_HEADERS = {"content-type": "application/json; charset=utf-8", "retry-after": "1"}
 
 
 class LoadingGate:
-    """An ASGI app that answers 503 until it is given the app to pass requests to."""
+    """An ASGI app that answers 503, and preflights, until it is given the app to pass requests to."""
 
-    def __init__(self) -> None:
+    def __init__(self, cors: CorsConfig) -> None:
         self.app: QuartTrio | None = None
+        self._cors = cors
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -37,8 +36,18 @@ class LoadingGate:
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
-            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": _LOADING, "more_body": False})
+            await self._answer(scope, send)
+
+    async def _answer(self, scope: Any, send: Any) -> None:
+        asked = Headers([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
+        if scope.get("method") == "OPTIONS":
+            status, headers, body = 204, preflight_headers(self._cors, asked), b""
+        else:
+            status, headers, body = 503, {**_HEADERS, "content-length": str(len(_LOADING))}, _LOADING
+        headers |= origin_headers(self._cors, asked)  # a page on another origin learns that the model loads
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def _live(receive: Any, send: Any) -> None:
@@ -65,7 +74,7 @@ async def serve_while_loading(
     Raises what `opening` or the engine raises, as it is, after the server has ended at once; OSError when the
     address cannot be bound.
     """
-    gate = LoadingGate()
+    gate = LoadingGate(settings.cors)
     served = trio.Event()
     failure: Exception | None = None
 

@@ -82,6 +82,29 @@ async def test_503_until_the_model_is_there() -> None:
     assert opening.is_closed
 
 
+async def test_pages_on_other_origins_learn_that_the_model_loads() -> None:
+    opening, shutdown = Opening(), trio.Event()
+    origin, asks = {"origin": "https://chat.example"}, {"access-control-request-headers": "authorization"}
+    async with free_port() as port, trio.open_nursery() as nursery, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}/health"
+        nursery.start_soon(serve_while_loading, opening.open(), ServerConfig(port=port), shutdown)
+        seen: dict[int, list[httpx.Response]] = {}
+        for status in (503, 200):
+            await answers(port, status)
+            seen[status] = [
+                await client.get(url, headers=origin),
+                await client.options(url, headers=origin | asks),
+            ]
+            opening.may_open.set()
+        shutdown.set()
+    for response in (*seen[503], *seen[200]):
+        assert response.headers["access-control-allow-origin"] == "*"
+    early, late = (preflight for _, preflight in seen.values())
+    assert early.status_code == late.status_code == 204
+    for name in ("access-control-allow-methods", "access-control-allow-headers", "access-control-max-age"):
+        assert early.headers[name] == late.headers[name]
+
+
 async def test_engine_closes_after_the_last_stream() -> None:
     opening, shutdown = Opening(), trio.Event()
     opening.may_open.set()
