@@ -64,6 +64,8 @@ class Unoffered(Struct, kw_only=True):
     t_max_predict_ms: Any = None
     n_indent: Any = None
     min_keep: Any = None
+    reasoning_budget_tokens: Any = None
+    thinking_budget_tokens: Any = None
 
 
 # What asks for nothing, next to null: values, and numbers by what switches llama-server's samplers off.
@@ -92,6 +94,8 @@ _OFF: dict[str, Callable[[float], bool]] = {
     "t_max_predict_ms": lambda x: x <= 0,
     "n_indent": lambda x: x <= 0,
     "min_keep": lambda x: x <= 1,
+    "reasoning_budget_tokens": lambda x: x < 0,
+    "thinking_budget_tokens": lambda x: x < 0,
 }
 
 
@@ -169,6 +173,7 @@ class Conversation(Protocol):
 
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
 
@@ -178,6 +183,7 @@ class TemplateBody(Unoffered, kw_only=True):
 
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -187,6 +193,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     messages: list[dict[str, Any]]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     top_logprobs: Probs | None = None

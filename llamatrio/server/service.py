@@ -125,7 +125,8 @@ class Service:
             raise RequestError("continue_final_message: excludes add_generation_prompt", field="continue_final_message")
         if is_asked or self.continues(body):
             check_continuation(body.messages)
-        variables = {**self.settings.template_variables, **(body.chat_template_kwargs or {})}
+        effort = effort_variables(body.reasoning_effort)
+        variables = {**self.settings.template_variables, **effort, **(body.chat_template_kwargs or {})}
         if taken := _TEMPLATE_ARGUMENTS & variables.keys():
             raise RequestError(f"{min(taken)!r} cannot be set for the template", field="chat_template_kwargs")
         return {
@@ -168,6 +169,13 @@ class Service:
                 f"id_slot: expected a slot below {self.engine.config.n_parallel}, not {id_slot}", field="id_slot"
             )
         return id_slot
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """OpenAI's `reasoning_effort` as the variables that templates know."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": effort} if effort else {}
 
 
 def build_info() -> str:

@@ -241,6 +241,7 @@ async def test_all_forms_of_a_ban_are_one() -> None:
         ("adaptive_target", 0),
         ("dry_multiplier", -1),
         ("typical_p", 0.9),
+        ("thinking_budget_tokens", 0),
         ("lora", [{"id": 0}]),
     ],
 )

@@ -88,6 +88,26 @@ async def test_a_requests_own_template_variables_go_before_the_defaults() -> Non
         assert (await client.post("/apply-template", json=body)).json()["prompt"] == "13x"
 
 
+@pytest.mark.parametrize(
+    ("said", "prompt"),
+    [
+        ({}, "low-True"),
+        ({"reasoning_effort": None}, "low-True"),
+        ({"reasoning_effort": "high"}, "high-True"),
+        ({"reasoning_effort": "none"}, "low-False"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "high-False"),
+    ],
+)
+async def test_reasoning_effort_reaches_the_template(said: dict[str, Any], prompt: str) -> None:
+    engine = FakeEngine(template="{{ reasoning_effort }}-{{ enable_thinking }}")
+    defaults = {"reasoning_effort": "low", "enable_thinking": True}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **said}
+    async with api(engine, template_variables=defaults) as client:
+        assert (await client.post("/apply-template", json=body)).json()["prompt"] == prompt
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert engine.model.tokenizer.decode(engine.requests[0].tokens) == prompt
+
+
 def test_default_biases_must_be_of_tokens_that_exist() -> None:
     settings = ServerConfig(sampling=SamplingParams(logit_bias=((10**6, 1.0),)))
     with pytest.raises(ValueError, match="expected logit_bias of tokens from 0 to"):
