@@ -11,7 +11,7 @@ from llamatrio.backends.cuda.driver import require_driver
 from llamatrio.config import EngineConfig
 from llamatrio.errors import BackendUnavailableError
 from llamatrio.model.model import Model
-from llamatrio.sched.types import PIECE
+from llamatrio.sched.types import least_rows
 
 _log = logging.getLogger("llamatrio.engine")
 
@@ -95,5 +95,4 @@ def _n_cells(model: Model, config: EngineConfig) -> int:
 
 
 def _max_rows(config: EngineConfig) -> int:
-    # A prompt is cut at multiples of PIECE: with less room than one beside all streams it would never start.
-    return max(min(config.n_batch, config.n_ubatch + config.n_parallel), PIECE + config.n_parallel)
+    return max(min(config.n_batch, config.n_ubatch + config.n_parallel), least_rows(config.n_parallel))

@@ -32,7 +32,7 @@ from llamatrio.sched.pace import Pace
 from llamatrio.sched.scheduler import Limits, Scheduler
 from llamatrio.sched.stops import MAX_STOP
 from llamatrio.sched.text import TextAssembler
-from llamatrio.sched.types import PIECE, Request, SamplingParams
+from llamatrio.sched.types import PIECE, Request, SamplingParams, least_rows
 
 _log = logging.getLogger("llamatrio.engine")
 
@@ -58,7 +58,7 @@ class Engine:
             n_vocab=model.spec.n_vocab,
             n_parallel=config.n_parallel,
             n_ctx_seq=self.n_ctx_seq,
-            n_batch=min(_raised("n_batch", config.n_batch, PIECE + config.n_parallel), backend.max_rows),
+            n_batch=min(_raised("n_batch", config.n_batch, least_rows(config.n_parallel)), backend.max_rows),
             n_ubatch=min(_raised("n_ubatch", config.n_ubatch, PIECE), backend.max_rows),
             eog_ids=model.tokenizer.eog_ids,
             save_when_idle=config.cache_idle_slots,
@@ -163,10 +163,10 @@ class Engine:
         n_vocab = self.model.spec.n_vocab
         if not request.tokens:
             raise RequestError("expected a prompt of at least one token", field="prompt")
-        if bad := [token for token in request.tokens if not 0 <= token < n_vocab]:
-            raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="prompt")
-        if bad := [token for token, _ in request.sampling.logit_bias if not 0 <= token < n_vocab]:
-            raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field="logit_bias")
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for field, ids in (("prompt", request.tokens), ("logit_bias", biased)):
+            if bad := [token for token in ids if not 0 <= token < n_vocab]:
+                raise RequestError(f"expected token ids from 0 to {n_vocab - 1}, not {bad[0]}", field=field)
         if self._bans_all(request.sampling):
             raise RequestError("expected a token that is not banned", field="logit_bias")
         if sum(map(len, request.stop)) > MAX_STOP:
@@ -238,7 +238,7 @@ class Engine:
 
 
 def _raised(name: str, wanted: int, least: int) -> int:
-    """A prompt is cut at multiples of PIECE: with less room than one beside all streams it would never start."""
+    """The least that lets every prompt start, where less is wanted."""
     if wanted < least:
         _log.warning("%s %d is too small for a piece of a prompt beside all streams: %d is used", name, wanted, least)
     return max(wanted, least)

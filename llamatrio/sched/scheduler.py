@@ -290,10 +290,11 @@ class Scheduler:
         n = seq.n_past + PIECE
         if not seq.request.cache_prompt or n >= len(seq.tokens):
             return None
+        beginning = seq.tokens[:n]
         for other in self.running:
             if other is seq:
                 break
-            if _leads(other) and other.request.scope == seq.request.scope and other.tokens[:n] == seq.tokens[:n]:
+            if _leads(other) and other.request.scope == seq.request.scope and other.tokens[:n] == beginning:
                 return other
         return None
 

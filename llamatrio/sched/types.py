@@ -23,6 +23,11 @@ LARGEST = 1e9
 """Of any number that changes logits: sums and products of these stay finite."""
 
 
+def least_rows(n_parallel: int) -> int:
+    """Rows that a step must be able to take: with less room than a piece beside all streams no prompt would start."""
+    return PIECE + n_parallel
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Names, defaults and order as in llama-server.
